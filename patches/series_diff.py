@@ -215,7 +215,7 @@ def _parse_file(lines: list[bytes], i: int) -> tuple[FileDiff, int]:
     while i < len(lines) and lines[i].startswith(b"@@"):
         at = i + 1
         hunk, i = _parse_hunk(lines, i)
-        expected = hunk.old_start + delta - (not hunk.new)
+        expected = hunk.old_start + delta
         if hunk.new_start != expected:
             raise DiffError(f"line {at}: the new start line must be {expected}, not {hunk.new_start}")
         if hunks and hunk.old_start < hunks[-1].old_start + len(hunks[-1].old):
@@ -261,8 +261,9 @@ def _parse_hunk(lines: list[bytes], i: int) -> tuple[Hunk, int]:
     for side in (hunk.old, hunk.new):
         if any(not line.endswith(b"\n") for line in side[:-1]):
             raise DiffError(f"line {at}: only the last line of a file may lack its newline")
-    if not any(line.strip() for line in hunk.old):
-        raise DiffError(f"line {at}: the hunk has neither context nor removed lines that could pin it")
+    # Both ways: the old lines pin the place, the new ones tell a patched file from an unpatched one.
+    if not any(line.strip() for line in hunk.old) or not any(line.strip() for line in hunk.new):
+        raise DiffError(f"line {at}: the hunk has no context that could pin it: use three lines of context")
     if old_start < 1:
         raise DiffError(f"line {at}: line numbers start at 1")
     if hunk.old == hunk.new:
@@ -360,8 +361,7 @@ def move(diff: FileDiff, positions: tuple[int, ...]) -> FileDiff:
     """The same diff with the line numbers of ``positions``."""
     hunks, delta = [], 0
     for hunk, at in zip(diff.hunks, positions, strict=True):
-        new_start = at + 1 + delta - (not hunk.new)
-        hunks.append(replace(hunk, old_start=at + 1, new_start=new_start))
+        hunks.append(replace(hunk, old_start=at + 1, new_start=at + 1 + delta))
         delta += len(hunk.new) - len(hunk.old)
     return FileDiff(diff.path, tuple(hunks))
 
@@ -404,8 +404,7 @@ def make(path: str, before: bytes, after: bytes) -> FileDiff | None:
             body += [(b"-", line) for line in old[i1:i2]] + [(b"+", line) for line in new[j1:j2]]
             at = i2
         body += [(b" ", line) for line in old[at : at + CONTEXT]]
-        hunk = Hunk(start + 1, new_start + 1, tuple(body), _section(old, start))
-        hunks.append(hunk if hunk.new else replace(hunk, new_start=new_start))
+        hunks.append(Hunk(start + 1, new_start + 1, tuple(body), _section(old, start)))
     return FileDiff(path, tuple(hunks))
 
 
