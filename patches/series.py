@@ -96,7 +96,9 @@ def _check_upstream(args: argparse.Namespace, series: Series, report: Report) ->
         "wheel_sha256": pin.wheel_sha256,
     }
     if args.wheel:
-        state = classify(series, pin, pinned_wheel(pin, args.wheel).read)
+        state = classify(
+            series, pin, Wheel(args.wheel, (pin.wheel_sha256, f"{pin.package} {pin.version}")).read
+        )
         state.rename("pending", "clean")
     elif args.tree:
         tree = Tree(args.tree)
@@ -145,17 +147,6 @@ def apply(args: argparse.Namespace) -> Report:
         + (f", {len(stale)} stale bytecode files removed" if stale else "")
     )
     return report
-
-
-def pinned_wheel(pin: Pin, path: Path) -> Wheel:
-    """The wheel at ``path``, which must be the pinned one bit for bit."""
-    wheel = Wheel(path)
-    if wheel.sha256 != pin.wheel_sha256:
-        raise Rejected(
-            f"{path} ({wheel}) has SHA-256 {wheel.sha256}, upstream.toml pins {pin.wheel_sha256} "
-            f"({pin.package} {pin.version}): download it again, or run refresh for another version"
-        )
-    return wheel
 
 
 def pinned_distribution(pin: Pin, tree: Tree) -> str:
@@ -343,12 +334,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _stop(number: int, _frame: object) -> None:
-    raise SystemExit(128 + number)
+def handle_signals() -> None:
+    """A terminated run must still clean up after itself, as an interrupted one does."""
+
+    def stop(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    for name in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, stop)
 
 
 if __name__ == "__main__":
-    # A terminated run must still clean up after itself, as an interrupted one does.
-    for name in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(name, _stop)
+    handle_signals()
     sys.exit(main())

@@ -44,13 +44,21 @@ def _metadata(text: str, field: str) -> str:
 
 
 class Wheel:
-    """A wheel file: package name, version, digest, and its files by their installed path."""
+    """A wheel file: package name, version, digest, and its files by their installed path.
 
-    def __init__(self, path: Path):
+    Rejected where it is no whole wheel or, with ``pinned`` (SHA-256, what it is of), where it is another one.
+    """
+
+    def __init__(self, path: Path, pinned: tuple[str, str] | None = None):
         self.path = path
         try:
             with path.open("rb") as stream:
                 self.sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+            if pinned and self.sha256 != pinned[0]:
+                raise Rejected(
+                    f"{path} has SHA-256 {self.sha256}, upstream.toml pins {pinned[0]} ({pinned[1]}): "
+                    "download it again, or run refresh for another version"
+                )
             self._zip = zipfile.ZipFile(path)
         except zipfile.BadZipFile:
             raise Rejected(f"{path} is not a whole wheel (not a zip file): download it again") from None
