@@ -122,7 +122,9 @@ def _outcome(diff: FileDiff, lines: list[bytes], placement: diffs.Placement) -> 
     return FileResult(diff.path, "conflict", [str(c) for c in placement.conflicts], facts=facts)
 
 
-def must_fit(patches: Iterable[Patch], read: Read, relocate: bool = False):
+def must_fit(
+    patches: Iterable[Patch], read: Read, relocate: bool = False
+) -> tuple[dict[str, bytes], list[Patch], list[PatchResult]]:
     """``lay``, where anything but a fit is Rejected. Returns (contents, fitted patches, results)."""
     results, contents, fitted = lay(patches, read, relocate)
     problems = [sentence for result in results for sentence in result.sentences()]
@@ -155,7 +157,15 @@ def classify(series: Series, pin: Pin, read: Read, record: Read | None = None) -
     verified post-images, ready to be written.
     """
     data = {path: read(path) for path in series.touched()}
-    depth = {path: _depth(series, pin, path, data[path]) for path in data}
+    depth = {path: _depth(series, pin, path, content) for path, content in data.items()}
+    problems = [
+        f"{path}: the patches and upstream.toml disagree about the patched file: run export --wheel"
+        for path, content in data.items()
+        if content is not None
+        and (sha256(content) == pin.files[path][1]) != (depth[path] == len(_stack(series, path)))
+    ]
+    if problems:
+        return State("rejected", [], problems, {})
     # Files without a patch on them yet: the pristine ones and those we do not know.
     open_paths = {path for path, count in depth.items() if not count}
     laid, contents, _ = lay(series.patches, data.get, only=open_paths)
@@ -226,20 +236,17 @@ def _row(line: bytes | None) -> str:
     return "" if line is None else line.decode("utf-8").rstrip("\r\n") + "\n"
 
 
+def _stack(series: Series, path: str) -> list[FileDiff]:
+    return [diff for patch in series.patches if (diff := patch.on(path))]
+
+
 def _depth(series: Series, pin: Pin, path: str, data: bytes | None) -> int | None:
     """How many of the patches on one file are in it, proved by hash; None where it is no state of ours."""
-    if data is None:
-        return None
-    stack = [diff for patch in series.patches if (diff := patch.on(path))]
-    before, after = pin.files[path]
-    if sha256(data) == before:
-        return 0
-    if sha256(data) == after:
-        return len(stack)
-    for count in range(len(stack) - 1, 0, -1):
-        undone: bytes | None = data
+    stack = _stack(series, path)
+    for count in range(len(stack) + 1):
+        undone = data
         for diff in reversed(stack[:count]):
             undone = diffs.apply_strict(diff.reversed(), undone) if undone is not None else None
-        if undone is not None and sha256(undone) == before:
+        if undone is not None and sha256(undone) == pin.files[path][0]:
             return count
     return None

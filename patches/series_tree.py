@@ -190,7 +190,7 @@ def update_record(record: bytes, written: Mapping[str, bytes], removed: Iterable
     rows = {path: record_row(path, data) for path, data in written.items()}
     gone = set(removed)
     out = []
-    for line in io.StringIO(record.decode("utf-8"), newline="\n"):
+    for line in io.StringIO(record.decode("utf-8", "surrogateescape"), newline="\n"):
         path = next(iter(next(csv.reader([line]), [])), "")
         if path in gone:
             continue
@@ -200,7 +200,7 @@ def update_record(record: bytes, written: Mapping[str, bytes], removed: Iterable
         out.append(line)
     if out and not out[-1].endswith("\n"):
         out[-1] += "\n"
-    return "".join(out + sorted(rows.values())).encode("utf-8")
+    return "".join(out + sorted(rows.values())).encode("utf-8", "surrogateescape")
 
 
 def write_all(changes: Mapping[Path, bytes | None]) -> None:

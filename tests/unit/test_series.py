@@ -652,6 +652,17 @@ def test_changed_patch_no_longer_has_the_pinned_post_image(bench):
         assert "mini/model.py: the patched file has SHA-256" in out
 
 
+def test_patched_tree_against_a_patch_changed_since(bench):
+    """The tree still is what upstream.toml says, but no longer what the patches make of the wheel."""
+    bench.run("apply", "--tree", bench.tree)
+    path = bench.dir / "0002-second.patch"
+    path.write_bytes(edit(path.read_bytes(), ("+HEADS = 16", "+HEADS = 32")))
+    for command in ("check", "apply"):
+        code, out = bench.run(command, "--tree", bench.tree)
+        assert code == 1
+        assert "mini/model.py: the patches and upstream.toml disagree about the patched file" in out
+
+
 def test_post_image_that_does_not_compile(bench):
     path = bench.dir / "0002-second.patch"
     text = edit(path.read_bytes(), ("+HEADS = 16", "+HEADS = = 16"))
@@ -1192,6 +1203,42 @@ def test_refresh_conflict_leaves_later_patches_judged(bench):
     changed = edit(FILES["mini/engine.py"], ("    a = 2\n", "    a = 222\n"))
     facts = bench.json("refresh", "--wheel", bench.other({"mini/engine.py": changed}))
     assert states(facts) == {"0001": "conflict", "0002": "moved"}
+
+
+def test_move_to_another_version_with_a_conflict(bench):
+    """The README's way: set the patch aside, pin, apply the rest, make the hook again under the same name."""
+    new_model = edit(FILES["mini/model.py"], ("HEADS = 8\n", "HEADS = 9\n"))
+    new_engine = b"# new\n" + FILES["mini/engine.py"]
+    wheel = bench.other({"mini/model.py": new_model, "mini/engine.py": new_engine})
+    assert bench.run("refresh", "--wheel", wheel, "--write")[0] == 1
+    (bench.dir / "series").write_text("# order\n0001-first.patch\n")
+    code, out = bench.run("export", "--wheel", wheel)
+    assert (code, "warning: 0002-second.patch is not listed in series" in out) == (0, True)
+    tree = install(wheel, bench.root / "new")
+    assert bench.run("apply", "--tree", tree)[0] == 0
+    hooked = {
+        "mini/model.py": edit(new_model, ("HEADS = 9\n", "HEADS = 16\n")),
+        "mini/engine.py": b"# new\n" + TWO,
+    }
+    for path, data in hooked.items():
+        (tree / path).write_bytes(data)
+    code, out = bench.run("export", "--wheel", wheel, "--tree", tree, "--patch", "0002-second.patch")
+    assert code == 0, out
+    assert (bench.dir / "0002-second.patch").read_bytes().startswith(HEADER)
+    assert bench.run("check", "--wheel", wheel)[0] == 0
+    fresh = install(wheel, bench.root / "fresh")
+    assert bench.run("apply", "--tree", fresh)[0] == 0
+    assert {path: (fresh / path).read_bytes() for path in hooked} == hooked
+
+
+def test_drop_a_patch_below_another(bench):
+    (bench.dir / "0001-first.patch").unlink()
+    (bench.dir / "series").write_text("0002-second.patch\n")
+    assert bench.run("refresh", "--wheel", bench.wheel, "--write")[0] == 0
+    assert bench.run("check", "--wheel", bench.wheel)[0] == 0
+    assert bench.run("apply", "--tree", bench.tree)[0] == 0
+    expected = edit(FILES["mini/engine.py"], ("    a = 9\n", "    a = 9\n    hook = 2\n"))
+    assert (bench.tree / "mini/engine.py").read_bytes() == expected
 
 
 # -- diffs ---------------------------------------------------------------------------------------------------
