@@ -29,9 +29,6 @@ from series_tree import CannotRun, Rejected, Tree, Wheel, update_record, write_a
 THIN = 15
 
 
-# -- commands ------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Report:
     """What a command has to say: lines for people, the same facts for a machine."""
