@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 CONTEXT = 3
@@ -91,8 +91,8 @@ class Conflict:
     nearest: int | None = None
 
     def __str__(self) -> str:
-        if self.expected == self.found:  # the block fits here and elsewhere, or two hunks changed places
-            text = f"hunk {self.hunk} has no single place of its own"
+        if self.expected == self.found:
+            text = f"hunk {self.hunk} fits only at line {self.line}, above the end of the hunk before it"
         else:
             found = "the end of the file" if self.found is None else show(self.found)
             text = f"hunk {self.hunk}, line {self.line}: expected {show(self.expected)}, found {found}"
@@ -103,6 +103,21 @@ class Conflict:
         elif self.nearest is not None:
             text += f"; the most similar place is line {self.nearest}"
         return text
+
+    def facts(self) -> dict:
+        """The same for a machine; lines as text, undecodable bytes escaped."""
+        texts = [
+            None if line is None else line.decode("utf-8", "backslashreplace")
+            for line in (self.expected, self.found)
+        ]
+        return {
+            "hunk": self.hunk,
+            "line": self.line,
+            "expected": texts[0],
+            "found": texts[1],
+            "matches": list(self.matches),
+            "nearest": self.nearest,
+        }
 
 
 @dataclass(frozen=True)
@@ -116,7 +131,7 @@ class Placement:
     positions: tuple[int, ...]
     conflicts: tuple[Conflict, ...] = ()
     offsets: tuple[int, ...] = ()
-    ambiguous: tuple[int, ...] = field(default=())
+    ambiguous: tuple[int, ...] = ()
 
 
 def show(line: bytes) -> str:

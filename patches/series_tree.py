@@ -44,13 +44,21 @@ def _metadata(text: str, field: str) -> str:
 
 
 class Wheel:
-    """A wheel file: package name, version, digest, and its files by their installed path."""
+    """A wheel file: package name, version, digest, and its files by their installed path.
 
-    def __init__(self, path: Path):
+    Rejected where it is no whole wheel or, with ``pinned`` (SHA-256, what it is of), where it is another one.
+    """
+
+    def __init__(self, path: Path, pinned: tuple[str, str] | None = None):
         self.path = path
         try:
             with path.open("rb") as stream:
                 self.sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+            if pinned and self.sha256 != pinned[0]:
+                raise Rejected(
+                    f"{path} has SHA-256 {self.sha256}, upstream.toml pins {pinned[0]} ({pinned[1]}): "
+                    "download it again, or run refresh for another version"
+                )
             self._zip = zipfile.ZipFile(path)
         except zipfile.BadZipFile:
             raise Rejected(f"{path} is not a whole wheel (not a zip file): download it again") from None
@@ -182,7 +190,7 @@ def update_record(record: bytes, written: Mapping[str, bytes], removed: Iterable
     rows = {path: record_row(path, data) for path, data in written.items()}
     gone = set(removed)
     out = []
-    for line in io.StringIO(record.decode("utf-8"), newline="\n"):
+    for line in io.StringIO(record.decode("utf-8", "surrogateescape"), newline="\n"):
         path = next(iter(next(csv.reader([line]), [])), "")
         if path in gone:
             continue
@@ -192,7 +200,7 @@ def update_record(record: bytes, written: Mapping[str, bytes], removed: Iterable
         out.append(line)
     if out and not out[-1].endswith("\n"):
         out[-1] += "\n"
-    return "".join(out + sorted(rows.values())).encode("utf-8")
+    return "".join(out + sorted(rows.values())).encode("utf-8", "surrogateescape")
 
 
 def write_all(changes: Mapping[Path, bytes | None]) -> None:
@@ -201,60 +209,78 @@ def write_all(changes: Mapping[Path, bytes | None]) -> None:
     All new contents and all backups are on disk before the first rename, so a full disk is met while nothing
     has changed; a failure during the renames puts the backups back. New files are created 0644, existing ones
     keep mode and owner. Files are replaced by rename, never rewritten: package managers hard-link installed
-    files to their cache. Raises the OSError that stopped it.
+    files to their cache. Raises the OSError that stopped it, with the name of the file it was for.
     """
     made: list[Path] = []
-    temporary: list[Path] = []
-    done: list[tuple[Path, Path | None]] = []
-    plan: list[tuple[Path, Path | None, Path | None]] = []
+    done: list[Path] = []
     try:
         for path, data in changes.items():
-            for parent in reversed([p for p in path.parents if not p.exists()]):
-                parent.mkdir()
-                made.append(parent)
-                parent.chmod(0o755)
-            # Fixed names: what a killed run left behind is overwritten by the next one, not added to.
-            new, old = (path.with_name(f".{path.name}.series-{kind}") for kind in ("new", "old"))
-            exists = path.exists()
-            if exists:
-                old.unlink(missing_ok=True)
-                temporary.append(old)
-                shutil.copy2(path, old)
-            if data is not None:
-                new.unlink(missing_ok=True)
-                temporary.append(new)
-                with new.open("xb") as stream:
-                    stream.write(data)
-                    stream.flush()
-                    os.fsync(stream.fileno())
-                new.chmod(stat.S_IMODE(path.stat().st_mode) if exists else 0o644)
-                if exists and os.geteuid() == 0:
-                    owner = path.stat()
-                    for copy in (new, old):
-                        os.chown(copy, owner.st_uid, owner.st_gid)
-            plan.append((path, new if data is not None else None, old if exists else None))
-        for path, new, old in plan:
-            done.append((path, old))
-            if new is not None:
-                new.replace(path)
-            else:
-                path.unlink(missing_ok=True)
-    except BaseException:
-        for path, old in reversed(done):
             try:
-                if old is not None:
-                    old.replace(path)
-                else:
-                    path.unlink(missing_ok=True)
+                _stage(path, data, made)
             except OSError as error:
-                raise CannotRun(
-                    f"{error.strerror} while putting {path} back: it is half-written, reinstall the package"
-                ) from error
-        for path in temporary:
-            path.unlink(missing_ok=True)
+                error.filename = str(path)
+                raise
+        for path, data in changes.items():
+            done.append(path)
+            if data is None:
+                path.unlink(missing_ok=True)
+            else:
+                _sibling(path, "new").replace(path)
+    except BaseException:
+        for path in reversed(done):
+            _restore(path)
+        _clean(changes)
         for parent in reversed(made):
             with contextlib.suppress(OSError):
                 parent.rmdir()
         raise
-    for path in temporary:
-        path.unlink(missing_ok=True)
+    _clean(changes)
+
+
+def _sibling(path: Path, kind: str) -> Path:
+    # Fixed names: what a killed run left behind is overwritten by the next one, not added to.
+    return path.with_name(f".{path.name}.series-{kind}")
+
+
+def _stage(path: Path, data: bytes | None, made: list[Path]) -> None:
+    """Put the new content and a backup of the old one beside ``path``; ``made`` collects new directories."""
+    for parent in reversed([parent for parent in path.parents if not parent.exists()]):
+        parent.mkdir()
+        made.append(parent)
+        parent.chmod(0o755)
+    new, old = _sibling(path, "new"), _sibling(path, "old")
+    new.unlink(missing_ok=True)
+    old.unlink(missing_ok=True)
+    status = path.stat() if path.exists() else None
+    if status:
+        shutil.copy2(path, old)
+    if data is not None:
+        with new.open("xb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        new.chmod(stat.S_IMODE(status.st_mode) if status else 0o644)
+    if status and os.geteuid() == 0:
+        for copy in (new, old):
+            if copy.exists():
+                os.chown(copy, status.st_uid, status.st_gid)
+
+
+def _restore(path: Path) -> None:
+    old = _sibling(path, "old")
+    try:
+        if old.exists():
+            old.replace(path)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise CannotRun(
+            f"{error.strerror} while putting {path} back: the package is half-written, reinstall it"
+        ) from error
+
+
+def _clean(paths: Iterable[Path]) -> None:
+    for path in paths:
+        for kind in ("new", "old"):
+            with contextlib.suppress(OSError):
+                _sibling(path, kind).unlink(missing_ok=True)
