@@ -11,14 +11,17 @@ changed) and by setting all new timestamps to SOURCE_DATE_EPOCH, so that equal i
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import hashlib
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
+import zipfile
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 # Mounted over empty folders of the base, so that no mount point is left in a layer.
@@ -37,19 +40,19 @@ def compile_sources(sources: list[str]) -> None:
     import py_compile
 
     for source in sources:
-        try:
+        # Templates and samples of other Python versions, which nothing imports, do not compile.
+        with contextlib.suppress(py_compile.PyCompileError, UnicodeDecodeError):
             py_compile.compile(source, doraise=True, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
-        except (py_compile.PyCompileError, UnicodeDecodeError):
-            pass  # templates and samples of other Python versions, which nothing imports
 
 
 def compile_all(sources: list[Path]) -> None:
     """Write hash-based .pyc files, the same bytes every time.
 
-    Each worker gets a fixed share in a fixed order and hashes strings with a fixed seed (PYTHONHASHSEED).
+    Each worker gets a fixed share in a fixed order and starts afresh with a fixed seed for string hashes.
     """
     ordered = sorted(map(str, sources))
-    with ProcessPoolExecutor(WORKERS) as pool:
+    os.environ["PYTHONHASHSEED"] = "0"
+    with ProcessPoolExecutor(WORKERS, mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_sources, [ordered[n::WORKERS] for n in range(WORKERS)]))
 
 
@@ -79,18 +82,29 @@ def exclude(patterns: list[str]) -> None:
                 csv.writer(file, lineterminator="\n").writerows(kept)
 
 
+def unpack_uv(folder: Path) -> Path:
+    """The installer out of its own wheel; it is not part of the image."""
+    with zipfile.ZipFile(next(BUILD.glob("uv-*.whl"))) as wheel:
+        name = next(name for name in wheel.namelist() if name.endswith("/scripts/uv"))
+        path = Path(wheel.extract(name, folder))
+    path.chmod(0o755)
+    return path.rename(folder / "uv")
+
+
 def wheels(layer: str) -> None:
     if not VENV.exists():
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(VENV)], check=True)
     present = set(SITE.rglob("*.py"))
-    pip = next(BUILD.glob("pip-*.whl"))
+    uv = unpack_uv(Path("/tmp/uv"))
+    cache = HOME / ".uv"
     subprocess.run(
-        [str(VENV / "bin/python"), str(pip / "pip"), "install", "--isolated", "--no-index", "--no-deps",
-         "--no-compile", "--no-cache-dir", "--no-warn-script-location", "--root-user-action=ignore", "--quiet",
-         "--disable-pip-version-check", "--find-links", str(INPUT),
-         "--requirement", str(INPUT / "requirements.txt")],
+        [str(uv), "pip", "install", "--python", str(VENV / "bin/python"), "--offline", "--no-config", "--no-index",
+         "--no-deps", "--no-progress", "--quiet", "--link-mode=hardlink", "--cache-dir", str(cache),
+         "--find-links", str(INPUT), "--requirement", str(INPUT / "requirements.txt")],
         check=True,
     )  # fmt: skip
+    shutil.rmtree(cache)
+    shutil.rmtree(uv.parent)
     if patterns := json.loads((INPUT / "exclude.json").read_text()):
         exclude(patterns)
     compile_all([path for path in SITE.rglob("*.py") if path not in present])
@@ -141,14 +155,21 @@ def artifact() -> None:
     compile_all(list((HOME / "qualify").rglob("*.py")))
 
 
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def seal(step: str) -> None:
     """Write the step's manifest, add all manifests to identity.json, and set every new timestamp to the epoch."""
     MANIFESTS.mkdir(parents=True, exist_ok=True)
-    lines = []
-    for path in new_paths(HOME):
-        if path.is_file() and not path.is_symlink() and path.parent != MANIFESTS and path.name != "identity.json":
-            with path.open("rb") as file:
-                lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path}\n")
+    files = [
+        path
+        for path in new_paths(HOME)
+        if path.is_file() and not path.is_symlink() and path.parent != MANIFESTS and path.name != "identity.json"
+    ]
+    with ThreadPoolExecutor(WORKERS) as pool:
+        lines = [f"{digest}  {path}\n" for path, digest in zip(files, pool.map(sha256_of, files), strict=True)]
     (MANIFESTS / f"{step}.sha256").write_text("".join(lines))
     identity = HOME / "identity.json"
     if identity.exists():

@@ -88,13 +88,15 @@ def stage(artifact: str, cache: Path, base: dict) -> tuple[Path, dict]:
     try:
         place(ROOT / "images/Dockerfile", new / "Dockerfile", epoch)
         place(ROOT / "images/install.py", new / "build/install.py", epoch)
-        for layer, wheels in assign(locked, image["layers"]).items():
+        for wheel in locked:
+            if wheel.name in image["build_tools"]:
+                os.link(cache / "wheels" / wheel.filename, new / "build" / wheel.filename)
+        installed = [wheel for wheel in locked if wheel.name not in image["build_tools"]]
+        for layer, wheels in assign(installed, image["layers"]).items():
             folder = new / "wheels" / layer
             folder.mkdir(parents=True)
             for wheel in wheels:
                 os.link(cache / "wheels" / wheel.filename, folder / wheel.filename)
-                if wheel.name == "pip":
-                    os.link(cache / "wheels" / wheel.filename, new / "build" / wheel.filename)
             (folder / "requirements.txt").write_text("".join(f"{wheel.name}=={wheel.version}\n" for wheel in wheels))
             excluded = [rule["path"] for rule in image.get("exclude", []) if rule["layer"] == layer]
             (folder / "exclude.json").write_text(json.dumps(excluded))
@@ -117,7 +119,7 @@ def stage(artifact: str, cache: Path, base: dict) -> tuple[Path, dict]:
             "base": base_identity(base),
             "series_sha256": series_digest(),
             "source_date_epoch": epoch,
-            "wheels": {wheel.filename: wheel.sha256 for wheel in locked},
+            "wheels": {wheel.filename: wheel.sha256 for wheel in installed},
             "excluded": [rule["path"] for rule in image.get("exclude", [])],
             "inputs_sha256": {
                 name: digest_of(new / name) for name in ("build", "patches", "artifact")
