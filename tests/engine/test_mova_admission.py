@@ -296,7 +296,7 @@ def test_compressed_tensors_mova_is_still_refused_by_the_attention(tiny):
 
 
 def test_the_dense_compressed_tensors_model_is_admitted_as_before():
-    """No hook of MoVA FP8 reaches the published 7B format: its linear layers are quantised, its head is not."""
+    """No hook reaches the published 7B format: its linear layers are quantised, its head is not."""
     dense = json.loads((PUBLISHED / "K2-Horizon-7B-FP8.config.json").read_text())
     model = build(derive_config(dense, tiny=True, layers=None))
     methods = [type(getattr(module, "quant_method", None)).__name__ for module in model.modules()]
