@@ -7,8 +7,10 @@ ever launched on it. Needs the engine's Python environment. Call :func:`start` b
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import shutil
 import socket
 import sys
 import tempfile
@@ -110,9 +112,10 @@ def _prepare_environment() -> None:
         HF_HUB_OFFLINE="1",
     )
     # Libraries create caches below the home directory when they are imported; a container's user may have
-    # none.
-    if not os.access(Path.home(), os.W_OK):
+    # none that it can write to.
+    if not os.access(os.environ.get("HOME", ""), os.W_OK):
         os.environ["HOME"] = tempfile.mkdtemp(prefix="home-")
+        atexit.register(shutil.rmtree, os.environ["HOME"], ignore_errors=True)
 
 
 def _stub_vllm() -> None:

@@ -11,9 +11,6 @@ from safetensors import safe_open
 from qualify.models import k2_horizon_sglang
 from qualify.models.k2_horizon import BLOCK
 
-PUBLISHED = Path(__file__).resolve().parent.parent / "models" / "published"
-MOVA_CONFIG = PUBLISHED / "K2-Horizon-MoVA-36B-A4B-FP8.config.json"
-
 #: What the tests pass as ``--json-model-override-args``: SGLang's public cookbook declares 2 for the 36B.
 PROVENANCE = {"xllm_source_router_gemm_partitions": 2}
 

@@ -6,7 +6,7 @@ import pytest
 
 from qualify import engine_cpu
 from qualify.checks.conftest import loaded_mova, tiny_mova  # noqa: F401 - fixtures
-from qualify.checks.loading import MOVA_CONFIG
+from qualify.models import MOVA_CONFIG
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from qualify import engine_cpu
-from qualify.checks.loading import PROVENANCE, PUBLISHED
-from qualify.models import k2_horizon
+from qualify.checks.loading import PROVENANCE
+from qualify.models import PUBLISHED, k2_horizon
 from qualify.synth.layout import derive_config
 
 WORKING = [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4), (8, 4)]
@@ -95,6 +95,30 @@ def test_missing_format_keys_are_refused(tiny):
             build(config)
 
 
+@pytest.mark.parametrize(
+    ("attribute", "value"),
+    [
+        ("is_checkpoint_fp8_serialized", False),
+        ("activation_scheme", "static"),
+        ("weight_block_size", [1, 32]),
+        ("use_mxfp8", True),
+        ("is_fp4_experts", True),
+        ("scale_fmt", "ue8m0"),
+        ("kv_cache_quant_algo", "FP8"),
+    ],
+)
+def test_the_engine_must_mean_the_same_format(attribute, value):
+    """The declared format is right and something between it and the engine changed it."""
+    from sglang.srt.layers.quantization import mova_fp8
+    from sglang.srt.layers.quantization.fp8 import Fp8Config
+
+    effective = Fp8Config(True, weight_block_size=[128, 128])
+    mova_fp8.check_effective_format(effective)
+    setattr(effective, attribute, value)
+    with pytest.raises(ValueError, match=attribute):
+        mova_fp8.check_effective_format(effective)
+
+
 def test_quantising_on_the_fly_is_refused(tiny):
     del tiny["quantization_config"]
     assert "serialized FP8 weights only" in refusal(tiny, quantization="fp8")
@@ -126,6 +150,17 @@ def test_router_provenance_must_be_declared(tiny, value):
     overrides = {} if value is None else {"xllm_source_router_gemm_partitions": value}
     with pytest.raises(ValueError, match=r"xllm_source_router_gemm_partitions|explicit source router GEMM"):
         engine_cpu.build_model(tiny, overrides=overrides)
+
+
+@pytest.mark.parametrize("value", [None, 0, 3, "2", 2.0, True])
+def test_admission_asks_for_provenance_itself(value):
+    """Also should the engine one day stop asking."""
+    from sglang.srt.layers.quantization import mova_fp8
+
+    with pytest.raises(
+        ValueError, match=r"xllm_source_router_gemm_partitions is .* must be the integer 1 or 2"
+    ):
+        mova_fp8.check_router_provenance(SimpleNamespace(xllm_source_router_gemm_partitions=value))
 
 
 @pytest.mark.parametrize("value", [1, 2])

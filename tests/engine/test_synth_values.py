@@ -6,9 +6,9 @@ import numpy
 import pytest
 import torch
 
-from qualify.checks.loading import MOVA_CONFIG, PUBLISHED, read_checkpoint
+from qualify.checks.loading import read_checkpoint
 from qualify.errors import Rejected
-from qualify.models import k2_horizon
+from qualify.models import MOVA_CONFIG, PUBLISHED, k2_horizon
 from qualify.synth import values
 from qualify.synth.command import synthesise
 
