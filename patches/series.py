@@ -44,9 +44,7 @@ class Report:
             {
                 "name": result.name,
                 "state": result.state,
-                "files": [
-                    {"path": f.path, "state": f.state, "details": f.details, **f.facts} for f in result.files
-                ],
+                "files": [{"path": f.path, "state": f.state, "details": f.details, **f.facts} for f in result.files],
             }
             for result in results
         ]
@@ -75,9 +73,7 @@ def check(args: argparse.Namespace) -> Report:
     for path, count in sorted(counts.items()):
         report.lines.append(f"{path}: {count} changed lines")
         if count > THIN:
-            report.warnings.append(
-                f"{path}: {count} changed lines, over {THIN}: move code into a module in files/"
-            )
+            report.warnings.append(f"{path}: {count} changed lines, over {THIN}: move code into a module in files/")
     try:
         _check_upstream(args, series, report)
     except Rejected as error:  # name it together with what the lint found
@@ -93,9 +89,7 @@ def _check_upstream(args: argparse.Namespace, series: Series, report: Report) ->
         "wheel_sha256": pin.wheel_sha256,
     }
     if args.wheel:
-        state = classify(
-            series, pin, Wheel(args.wheel, (pin.wheel_sha256, f"{pin.package} {pin.version}")).read
-        )
+        state = classify(series, pin, Wheel(args.wheel, (pin.wheel_sha256, f"{pin.package} {pin.version}")).read)
         state.rename("pending", "clean")
     elif args.tree:
         tree = Tree(args.tree)
@@ -172,9 +166,7 @@ def write(changes: dict[Path, bytes | None], what: str) -> None:
     try:
         write_all(changes)
     except OSError as error:
-        raise CannotRun(
-            f"{error.strerror} while writing {error.filename or what}: {what} is unchanged"
-        ) from None
+        raise CannotRun(f"{error.strerror} while writing {error.filename or what}: {what} is unchanged") from None
 
 
 def digest(args: argparse.Namespace) -> Report:
@@ -201,9 +193,7 @@ def export(args: argparse.Namespace) -> Report:
     if args.patch:
         patches = export_patch(series, wheel, Tree(args.tree), args.patch, args.file, report.warnings)
         changes[series.root / "series"] = listed(series, args.patch)
-        changes.update(
-            {series.root / patch.name: patch.render() for patch in patches if patch not in series.patches}
-        )
+        changes.update({series.root / patch.name: patch.render() for patch in patches if patch not in series.patches})
     report.warnings += [
         f"{name} is not listed in series" for name in series.unlisted if name not in {p.name for p in patches}
     ]
@@ -214,9 +204,7 @@ def export(args: argparse.Namespace) -> Report:
     report.add_results(results)
     pin = make_pin(patches, wheel, contents)
     changes[series.root / "upstream.toml"] = pin.render().encode()
-    changes = {
-        path: data for path, data in changes.items() if not (path.is_file() and path.read_bytes() == data)
-    }
+    changes = {path: data for path, data in changes.items() if not (path.is_file() and path.read_bytes() == data)}
     write(changes, "the series")
     report.data["written"] = sorted(path.name for path in changes)
     report.lines += [f"wrote {name}" for name in report.data["written"]] or ["nothing changed"]
@@ -245,9 +233,7 @@ def refresh(args: argparse.Namespace) -> Report:
         if result.state == "moved":
             changes[series.root / patch.name] = patch.render()
     if report.errors:
-        report.lines.append(
-            "upstream.toml still pins the old version: solve the rest, then run export --wheel"
-        )
+        report.lines.append("upstream.toml still pins the old version: solve the rest, then run export --wheel")
     else:
         changes[series.root / "upstream.toml"] = make_pin(fitted, wheel, contents).render().encode()
     write(changes, "the series")
@@ -292,9 +278,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     sub.add_argument("--wheel", type=Path, required=True, help="the pristine wheel")
     sub.add_argument("--tree", type=Path, help="the modified tree, laid out like site-packages")
     sub.add_argument("--patch", metavar="NNNN-what.patch", help="the patch to write")
-    sub.add_argument(
-        "--file", action="append", default=[], help="a file of the patch (repeat; default: see README)"
-    )
+    sub.add_argument("--file", action="append", default=[], help="a file of the patch (repeat; default: see README)")
     sub = command(refresh)
     sub.add_argument("--wheel", type=Path, required=True, help="the wheel of another version")
     sub.add_argument("--write", action="store_true", help="give moved patches their new line numbers")

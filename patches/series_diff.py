@@ -107,8 +107,7 @@ class Conflict:
     def facts(self) -> dict:
         """The same for a machine; lines as text, undecodable bytes escaped."""
         texts = [
-            None if line is None else line.decode("utf-8", "backslashreplace")
-            for line in (self.expected, self.found)
+            None if line is None else line.decode("utf-8", "backslashreplace") for line in (self.expected, self.found)
         ]
         return {
             "hunk": self.hunk,
@@ -396,13 +395,9 @@ def make(path: str, before: bytes, after: bytes) -> FileDiff | None:
     tail = 0
     while tail < min(len(old), len(new)) - head and old[-1 - tail] == new[-1 - tail]:
         tail += 1
-    matcher = difflib.SequenceMatcher(
-        None, old[head : len(old) - tail], new[head : len(new) - tail], autojunk=False
-    )
+    matcher = difflib.SequenceMatcher(None, old[head : len(old) - tail], new[head : len(new) - tail], autojunk=False)
     changes = [
-        (head + i1, head + i2, head + j1, head + j2)
-        for tag, i1, i2, j1, j2 in matcher.get_opcodes()
-        if tag != "equal"
+        (head + i1, head + i2, head + j1, head + j2) for tag, i1, i2, j1, j2 in matcher.get_opcodes() if tag != "equal"
     ]
     groups = [changes[:1]]
     for change in changes[1:]:

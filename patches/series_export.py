@@ -32,9 +32,7 @@ def collisions(series: Series, wheel: Wheel) -> list[str]:
     for path, data in sorted(series.added.items()):
         theirs = wheel.read(path)
         if theirs is not None:
-            word = (
-                "the same file: drop it from files/" if theirs == data else "another file there: rename ours"
-            )
+            word = "the same file: drop it from files/" if theirs == data else "another file there: rename ours"
             out.append(f"files/{path}: {wheel} has {word}")
     return out
 
@@ -84,9 +82,7 @@ def export_patch(
     parts = [_export_file(path, below, earlier, later, wheel, tree) for path in paths]
     parts = [part for part in parts if part]
     if not parts:
-        raise Rejected(
-            f"{name}: the tree has no change for it; to drop a patch remove it and its line in series"
-        )
+        raise Rejected(f"{name}: the tree has no change for it; to drop a patch remove it and its line in series")
     notes += [
         f"{path} differs too but is not part of {name}: name it with --file to include it"
         for path in differing
@@ -95,9 +91,7 @@ def export_patch(
     notes += _leftovers(series, wheel, tree)
     fresh = Patch(name, old.header, tuple(parts))
     contents, _, _ = must_fit([fresh], lambda path: below.get(path, wheel.read(path)))
-    _, fitted, _ = must_fit(
-        later, lambda path: contents.get(path, below.get(path, wheel.read(path))), relocate=True
-    )
+    _, fitted, _ = must_fit(later, lambda path: contents.get(path, below.get(path, wheel.read(path))), relocate=True)
     return [*earlier, fresh, *fitted]
 
 
@@ -144,9 +138,7 @@ def _export_file(
         lines = diffs.split_lines(after)
         absent = diffs.place(diff.reversed(), lines, relocate=True).conflicts
         if absent and not diffs.place(diff, lines, relocate=True).conflicts:
-            raise Rejected(
-                f"{path}: the tree lacks {patch.name}: apply the series to the tree before editing it"
-            )
+            raise Rejected(f"{path}: the tree lacks {patch.name}: apply the series to the tree before editing it")
     return diffs.make(path, before, after)
 
 

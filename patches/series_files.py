@@ -146,9 +146,7 @@ class Pin:
         for key in ("package", "version", "wheel", "wheel_sha256"):
             out.append(f"{key} = {json.dumps(getattr(self, key))}\n")
         for path, (before, after) in sorted(self.files.items()):
-            out.append(
-                f"\n[files.{json.dumps(path)}]\npre = {json.dumps(before)}\npost = {json.dumps(after)}\n"
-            )
+            out.append(f"\n[files.{json.dumps(path)}]\npre = {json.dumps(before)}\npost = {json.dumps(after)}\n")
         return "".join(out)
 
 

@@ -54,11 +54,7 @@ class PatchResult:
         out = []
         for result in self.files:
             if result.state == "already-upstream":
-                then = (
-                    "drop the patch"
-                    if self.state == "already-upstream"
-                    else "take this file out of the patch"
-                )
+                then = "drop the patch" if self.state == "already-upstream" else "take this file out of the patch"
                 out.append(f"{self.name}: {result.path}: already upstream, {then}")
             elif result.state not in ("clean", "moved", "pending", "applied"):
                 out += [f"{self.name}: {result.path}: {detail}" for detail in result.details]
@@ -161,8 +157,7 @@ def classify(series: Series, pin: Pin, read: Read, record: Read | None = None) -
     problems = [
         f"{path}: the patches and upstream.toml disagree about the patched file: run export --wheel"
         for path, content in data.items()
-        if content is not None
-        and (sha256(content) == pin.files[path][1]) != (depth[path] == len(_stack(series, path)))
+        if content is not None and (sha256(content) == pin.files[path][1]) != (depth[path] == len(_stack(series, path)))
     ]
     if problems:
         return State("rejected", [], problems, {})
@@ -218,11 +213,7 @@ def classify(series: Series, pin: Pin, read: Read, record: Read | None = None) -
         return State("half-applied", results, [text], {})
     finals = {**{path: content for path, content in data.items() if content is not None}, **series.added}
     if record is not None:
-        stale = [
-            path
-            for path, content in sorted(finals.items())
-            if _row(record(path)) != record_row(path, content)
-        ]
+        stale = [path for path, content in sorted(finals.items()) if _row(record(path)) != record_row(path, content)]
         if stale:
             text = (
                 f"half-applied: the files are patched but RECORD does not say so for {', '.join(stale)}: "

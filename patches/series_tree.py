@@ -78,9 +78,7 @@ class Wheel:
             if len(parts) == 2 and parts[0].endswith(".dist-info") and parts[1] == "METADATA":
                 metadata.append(name)
         if len(metadata) != 1:
-            raise Rejected(
-                f"{path} is not a wheel: it holds {len(metadata)} dist-info/METADATA files, not one"
-            )
+            raise Rejected(f"{path} is not a wheel: it holds {len(metadata)} dist-info/METADATA files, not one")
         text = (self.read(metadata[0]) or b"").decode("utf-8", "replace")
         self.package, self.version = _normalise(_metadata(text, "Name")), _metadata(text, "Version")
 
@@ -95,9 +93,7 @@ class Wheel:
 
     def paths(self) -> list[str]:
         """Every file of the package itself, without its metadata."""
-        return sorted(
-            path for path in self._members if not PurePosixPath(path).parts[0].endswith(".dist-info")
-        )
+        return sorted(path for path in self._members if not PurePosixPath(path).parts[0].endswith(".dist-info"))
 
     def __str__(self) -> str:
         return f"{self.package} {self.version}"
@@ -148,9 +144,7 @@ class Tree:
         if not found:
             raise CannotRun(f"no {package} is installed in {self.root}")
         if len(found) > 1:
-            raise CannotRun(
-                f"{package} is installed twice in {self.root}: {', '.join(name for name, _ in found)}"
-            )
+            raise CannotRun(f"{package} is installed twice in {self.root}: {', '.join(name for name, _ in found)}")
         return found[0]
 
     def bytecode(self, path: str) -> list[str]:

@@ -157,9 +157,7 @@ def test_admission_asks_for_provenance_itself(value):
     """Also should the engine one day stop asking."""
     from sglang.srt.layers.quantization import mova_fp8
 
-    with pytest.raises(
-        ValueError, match=r"xllm_source_router_gemm_partitions is .* must be the integer 1 or 2"
-    ):
+    with pytest.raises(ValueError, match=r"xllm_source_router_gemm_partitions is .* must be the integer 1 or 2"):
         mova_fp8.check_router_provenance(SimpleNamespace(xllm_source_router_gemm_partitions=value))
 
 

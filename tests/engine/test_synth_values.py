@@ -28,12 +28,8 @@ def test_all_256_e4m3_codes_decode_as_torch_decodes_them():
 def test_encoders_round_as_torch_does():
     draws = numpy.random.default_rng(1).standard_normal(1 << 18, dtype=numpy.float32) * 200
     saturated = torch.from_numpy(draws.clip(-448, 448))
-    assert numpy.array_equal(
-        values.encode_e4m3(draws), saturated.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-    )
-    assert numpy.array_equal(
-        values.encode_bf16(draws), torch.from_numpy(draws).bfloat16().view(torch.uint8).numpy()
-    )
+    assert numpy.array_equal(values.encode_e4m3(draws), saturated.to(torch.float8_e4m3fn).view(torch.uint8).numpy())
+    assert numpy.array_equal(values.encode_bf16(draws), torch.from_numpy(draws).bfloat16().view(torch.uint8).numpy())
 
 
 def test_the_seed_alone_decides_the_bytes(tiny_mova, tmp_path):

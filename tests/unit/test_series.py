@@ -231,9 +231,7 @@ def test_half_applied_patch_is_named(bench):
     before = snapshot(bench.tree)
     code, out = bench.run("apply", "--tree", bench.tree)
     assert code == 1
-    assert (
-        "half-applied: present 0001-first.patch (mini/engine.py), 0002-second.patch (mini/engine.py); " in out
-    )
+    assert "half-applied: present 0001-first.patch (mini/engine.py), 0002-second.patch (mini/engine.py); " in out
     assert "missing 0002-second.patch (mini/model.py), mini/extra/hook.py: reinstall mini 1.0" in out
     assert snapshot(bench.tree) == before
 
@@ -264,9 +262,7 @@ def test_half_applied_new_file_is_named(bench):
 
 
 def test_already_upstream_says_drop(bench):
-    merged = b"# a newer release\n" + FILES["mini/engine.py"].replace(
-        b"    a = 2\n", b"    a = 2\n    hook = 1\n"
-    )
+    merged = b"# a newer release\n" + FILES["mini/engine.py"].replace(b"    a = 2\n", b"    a = 2\n    hook = 1\n")
     (bench.tree / "mini/engine.py").write_bytes(merged)
     before = snapshot(bench.tree)
     facts = bench.json("apply", "--tree", bench.tree)
@@ -452,9 +448,7 @@ def test_tree_that_takes_no_backup_cannot_run(bench, monkeypatch, number):
     monkeypatch.setattr(series_tree.shutil, "copy2", refuse)
     code, out = bench.run("apply", "--tree", bench.tree)
     assert code == 2
-    assert (
-        f"{os.strerror(number)} while writing {bench.tree / 'mini/engine.py'}: the tree is unchanged" in out
-    )
+    assert f"{os.strerror(number)} while writing {bench.tree / 'mini/engine.py'}: the tree is unchanged" in out
     assert snapshot(bench.tree) == before
 
 
@@ -1101,16 +1095,10 @@ def test_refresh_one_of_two_hunks_moved(empty):
 
 
 def test_refresh_hunks_that_changed_places(empty):
-    swapped = (
-        ENGINE.replace("f1()", "fx()").replace("a = 1\n", "a = @\n").replace("b = a + 1\n", "b = a + @\n")
-    )
-    swapped = (
-        swapped.replace("f8()", "f1()").replace("a = 8\n", "a = 1\n").replace("b = a + 8\n", "b = a + 1\n")
-    )
+    swapped = ENGINE.replace("f1()", "fx()").replace("a = 1\n", "a = @\n").replace("b = a + 1\n", "b = a + @\n")
+    swapped = swapped.replace("f8()", "f1()").replace("a = 8\n", "a = 1\n").replace("b = a + 8\n", "b = a + 1\n")
     swapped = swapped.replace("fx()", "f8()").replace("@", "8")
-    after = edit(
-        FILES["mini/engine.py"], ("    b = a + 1\n", "    b = 11\n"), ("    b = a + 8\n", "    b = 88\n")
-    )
+    after = edit(FILES["mini/engine.py"], ("    b = a + 1\n", "    b = 11\n"), ("    b = a + 8\n", "    b = 88\n"))
     body = [
         (
             n,
@@ -1142,9 +1130,7 @@ def test_refresh_anchor_found_twice(bench):
 
 
 def test_refresh_anchor_found_nowhere_names_the_nearest(bench):
-    wheel = bench.other(
-        {"mini/model.py": b"# new\n" + edit(FILES["mini/model.py"], ("HEADS = 8", "HEADS = 9"))}
-    )
+    wheel = bench.other({"mini/model.py": b"# new\n" + edit(FILES["mini/model.py"], ("HEADS = 8", "HEADS = 9"))})
     before = snapshot(bench.dir)
     code, out = bench.run("refresh", "--wheel", wheel, "--write")
     assert code == 1
@@ -1166,9 +1152,7 @@ def test_refresh_partly_upstream_is_a_conflict(bench):
     wheel = bench.other({"mini/model.py": MODEL})
     facts = bench.json("refresh", "--wheel", wheel)
     assert states(facts) == {"0001": "clean", "0002": "conflict"}
-    assert facts["errors"] == [
-        "0002-second.patch: mini/model.py: already upstream, take this file out of the patch"
-    ]
+    assert facts["errors"] == ["0002-second.patch: mini/model.py: already upstream, take this file out of the patch"]
 
 
 def test_refresh_does_not_apply_a_hook_that_is_there_twice(empty):

@@ -63,8 +63,7 @@ def admit(config: Any, quant_config: Any) -> None:
         )
     if torch.get_default_dtype() != torch.bfloat16:
         raise ValueError(
-            f"MoVA FP8 runs in bfloat16, not {torch.get_default_dtype()}: start the server with --dtype "
-            "bfloat16."
+            f"MoVA FP8 runs in bfloat16, not {torch.get_default_dtype()}: start the server with --dtype bfloat16."
         )
     check_router_provenance(config)
     declared = check_format(getattr(config, "quantization_config", None))
