@@ -1,7 +1,11 @@
+#!/usr/bin/env python3
 """Find a container engine client that can build with BuildKit, and drive it.
 
 Machines differ: Docker 20.10 builds by itself, newer clients need the buildx plugin, and a client without it may come
 first on PATH. So every client is asked to build an empty image, and the first that can is taken.
+
+    docker.py find    print the client that can build, or the reason why none can (exit 2)
+    docker.py ping    exit 0 where an engine answers
 """
 
 from __future__ import annotations
@@ -10,11 +14,13 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from qualify.errors import CannotRun
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from qualify.errors import CannotRun, exit_code
 
 
 @dataclass(frozen=True)
@@ -82,3 +88,26 @@ def find() -> Docker:
             return found
         reasons.append(found)
     raise CannotRun("no docker client here can build with BuildKit: " + "; ".join(reasons))
+
+
+def ping() -> bool:
+    """Whether any client here reaches an engine."""
+    return any(
+        Docker(path, []).run("version", "--format", "{{.Server.Version}}", capture_output=True, check=False).returncode
+        == 0
+        for path in candidates()
+    )
+
+
+def main() -> int:
+    if sys.argv[1:] == ["ping"]:
+        return 0 if ping() else 2
+    if sys.argv[1:] != ["find"]:
+        raise CannotRun("usage: docker.py find | ping")
+    print(find().path)
+    return 0
+
+
+if __name__ == "__main__":
+    # As a script its own folder comes first on the import path; nothing in it may shadow a package.
+    sys.exit(exit_code(main))

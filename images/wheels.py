@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The engine's wheels: resolve them to a lock, fetch them into a cache, hash-check them.
 
-    wheels.py fetch --cache DIR     every wheel of engine.lock below DIR/wheels, verified
+    wheels.py fetch --cache DIR [--only NAME]    every wheel of engine.lock below DIR/wheels, verified
     wheels.py lock                  resolve engine.in again and rewrite engine.lock (needs uv and packaging)
 
 engine.lock is a PEP 751 lock file with exactly one wheel per package. Downloads are curl's: they resume, retry,
@@ -241,13 +241,16 @@ def lock(path: Path = LOCK) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("fetch").add_argument("--cache", type=Path, required=True)
+    fetching = commands.add_parser("fetch")
+    fetching.add_argument("--cache", type=Path, required=True)
+    fetching.add_argument("--only", metavar="NAME", help="one package instead of all")
     commands.add_parser("lock")
     args = parser.parse_args()
     if args.command == "lock":
         lock()
     else:
-        fetch(read_lock(), args.cache / "wheels")
+        wheels = read_lock()
+        fetch([w for w in wheels if w.name == args.only] if args.only else wheels, args.cache / "wheels")
     return 0
 
 

@@ -103,9 +103,8 @@ def test_cuda_home_compiles_and_links(host, tmp_path, arch):
         'extern "C" int probe(float *x) { twice<<<1, 32>>>(x); int v; cuDriverGetVersion(&v);'
         " std::vector<int> w(1, v); return w[0] + cudaGetLastError(); }\n"
     )
-    built = host.run(
-        f"nvcc -arch={arch} -std=c++17 -shared -Xcompiler -fPIC {source} -o {library} -L$CUDA_HOME/lib64 -lcuda -lcudart"
-    )
+    options = "-std=c++17 -shared -Xcompiler -fPIC -L$CUDA_HOME/lib64 -lcuda -lcudart"
+    built = host.run(f"nvcc -arch={arch} {source} -o {library} {options}")
     assert built.rc == 0, built.stderr
     # The toolkit wheels have no cuobjdump; Triton brings one.
     listing = host.run(f"{SITE}/triton/backends/nvidia/bin/cuobjdump --list-elf {library}")
