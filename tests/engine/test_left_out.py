@@ -17,7 +17,7 @@ import pytest
 
 import images
 
-IMAGE = tomllib.loads((Path(list(images.__path__)[0]) / "image.toml").read_text())
+IMAGE = tomllib.loads((Path(next(iter(images.__path__))) / "image.toml").read_text())
 LEFT_OUT = {entry["distribution"] for entry in IMAGE["leave_out"]}
 
 #: Import names of the left-out distributions that have one.
