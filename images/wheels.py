@@ -29,6 +29,8 @@ HERE = Path(__file__).resolve().parent
 LOCK = HERE / "engine.lock"
 PARALLEL_DOWNLOADS = 4
 CURL = ["curl", "-q", "--fail", "--location", "--silent", "--show-error", "--retry", "5", "--retry-connrefused"]
+# curl itself waits for ever on a connection that has gone silent.
+CURL += ["--connect-timeout", "20", "--speed-time", "60", "--speed-limit", "1000"]
 
 
 @dataclass(frozen=True)
