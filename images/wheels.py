@@ -31,6 +31,7 @@ PARALLEL_DOWNLOADS = 4
 CURL = ["curl", "-q", "--fail", "--location", "--silent", "--show-error", "--retry", "5", "--retry-connrefused"]
 # curl itself waits for ever on a connection that has gone silent.
 CURL += ["--connect-timeout", "20", "--speed-time", "60", "--speed-limit", "1000"]
+CURLE_RANGE_ERROR = 33  # the server (a plain mirror, a proxy) cannot resume
 
 
 @dataclass(frozen=True)
@@ -98,10 +99,11 @@ def download(wheel: Wheel, target: Path) -> None:
     if part.exists() and part.stat().st_size > wheel.size:
         part.unlink()
     if not part.exists() or part.stat().st_size < wheel.size:
-        done = subprocess.run(
-            [*CURL, "--continue-at", "-", "--output", str(part), wheel.url],
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
-        )  # fmt: skip
+        command = [*CURL, "--continue-at", "-", "--output", str(part), wheel.url]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        if done.returncode == CURLE_RANGE_ERROR:
+            part.unlink()
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
         if done.returncode:
             reason = done.stderr.strip().splitlines()[-1:] or [f"curl exit {done.returncode}"]
             raise CannotRun(
