@@ -122,7 +122,10 @@ def fetch(wheels: list[Wheel], directory: Path) -> None:
 
     Raises Rejected naming every cached wheel whose bytes are wrong, CannotRun on a full disk or no network.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CannotRun(f"{directory} cannot be made: {error.strerror}; set HORIZON_CACHE") from None
     present = [w for w in wheels if (directory / w.filename).exists()]
     progress = Progress("verifying cached wheels", sum(w.size for w in present))
 
