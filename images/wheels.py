@@ -256,8 +256,10 @@ def main() -> int:
     if args.command == "lock":
         lock()
     else:
-        wheels = read_lock()
-        fetch([w for w in wheels if w.name == args.only] if args.only else wheels, args.cache / "wheels")
+        wheels = [w for w in read_lock() if args.only in (None, w.name)]
+        if not wheels:
+            raise Rejected(f"--only {args.only}: engine.lock has no such package")
+        fetch(wheels, args.cache / "wheels")
     return 0
 
 
