@@ -15,6 +15,8 @@ import contextlib
 import fcntl
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -50,6 +52,9 @@ def exclusive(cache: Path) -> Iterator[None]:
         except BlockingIOError:
             print(f"waiting for another build that uses {cache}", file=sys.stderr, flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
+        # What a killed build left behind; nobody else holds the lock.
+        for leavings in [*cache.glob("*/new.*"), *cache.glob("reproduce.*")]:
+            shutil.rmtree(leavings, ignore_errors=True)
         yield
 
 
@@ -96,18 +101,24 @@ def docker_build(docker: Docker, context: Path, identity: dict, *options: str) -
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
         )  # fmt: skip
         tail: list[str] = []
-        for line in process.stdout:
-            sys.stderr.write(line)
-            tail = [*tail[-40:], line]
-        if process.wait():
-            text = "".join(tail)
-            full = "no space left on device" in text.lower()
-            raise CannotRun(
-                "disk full while building: free about 25 GB where Docker keeps its data, then run again"
-                if full
-                else f"docker build failed: {last_line(text)}"
-            )
+        try:
+            for line in process.stdout:
+                sys.stderr.write(line)
+                tail = [*tail[-40:], line]
+            code = process.wait()
+        finally:
+            process.terminate()
+        if code:
+            raise CannotRun(build_error("".join(tail)))
         return iidfile.read_text().strip()
+
+
+def build_error(text: str) -> str:
+    """One sentence from the last lines of a failed build."""
+    if "no space left on device" in text.lower():
+        return "disk full while building: free about 25 GB where Docker keeps its data, then run again"
+    told = re.findall(r"(?:rejected|cannot run): (.*)", text)
+    return f"docker build failed: {told[-1] if told else last_line(text)}"
 
 
 def check(docker: Docker, image: str) -> None:
@@ -150,6 +161,7 @@ def main() -> int:
     parser.add_argument("artifact")
     parser.add_argument("--cache", type=Path, required=True)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the client under us ends too
     build(args.artifact, args.cache.resolve())
     return 0
 

@@ -56,12 +56,14 @@ def digest_of(folder: Path) -> str:
     return listing.hexdigest()
 
 
-def series_digest() -> str:
+def series(*arguments: str) -> str:
+    """The stdout of patches/series.py. Raises Rejected with its own words where it refuses."""
     done = subprocess.run(
-        [sys.executable, "-B", str(ROOT / "patches/series.py"), "digest"], capture_output=True, text=True, check=False
+        [sys.executable, "-B", str(ROOT / "patches/series.py"), *arguments], capture_output=True, text=True, check=False
     )
     if done.returncode:
-        raise Rejected(f"the patch series is not sound: {done.stderr.strip()}")
+        reason = done.stderr.strip() or done.stdout.strip()
+        raise Rejected(f"patch series: {reason.removeprefix('rejected: ')}")
     return done.stdout.strip()
 
 
@@ -113,11 +115,13 @@ def stage(artifact: str, cache: Path, base: dict) -> tuple[Path, dict]:
         ]:
             place(path, new / "artifact" / path.relative_to(ROOT), epoch)
         engine = next(wheel for wheel in locked if wheel.name == "sglang")
+        # Here and not in the build: a hook that does not apply is refused in a second, in the tool's own words.
+        series("check", "--wheel", str(cache / "wheels" / engine.filename))
         identity = {
             "artifact": artifact,
             "engine": {"name": "sglang", "version": engine.version, "wheel_sha256": engine.sha256},
             "base": base_identity(base),
-            "series_sha256": series_digest(),
+            "series_sha256": series("digest"),
             "source_date_epoch": epoch,
             "wheels": {wheel.filename: wheel.sha256 for wheel in installed},
             "excluded": [rule["path"] for rule in image.get("exclude", [])],

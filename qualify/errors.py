@@ -5,6 +5,7 @@ Exit codes of every command of this project: 0 ok, 1 rejected, 2 cannot run.
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Callable
 
@@ -27,3 +28,11 @@ def exit_code(command: Callable[[], int]) -> int:
     except CannotRun as error:
         print(f"cannot run: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print(f"cannot run: disk full: {error.filename or error}; free some space and run again", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
