@@ -42,9 +42,15 @@ def assign(wheels: list[Wheel], layers: list[dict]) -> dict[str, list[Wheel]]:
 
 
 def sources(folder: Path, *patterns: str) -> list[Path]:
-    """Regular files below ``folder`` that match, caches and editor leavings aside."""
-    found = {path for pattern in patterns for path in folder.glob(pattern)}
-    return sorted(p for p in found if p.is_file() and "__pycache__" not in p.parts and not p.name.startswith("."))
+    """Regular files below ``folder`` that match, without caches and what editors and merges leave behind."""
+    found = {path.relative_to(folder) for pattern in patterns for path in folder.glob(pattern)}
+    return [
+        folder / path
+        for path in sorted(found)
+        if (folder / path).is_file()
+        and not any(part == "__pycache__" or part.startswith(".") for part in path.parts)
+        and not path.name.endswith(("~", ".orig", ".rej", ".swp", ".pyc"))
+    ]
 
 
 def digest_of(folder: Path) -> str:
