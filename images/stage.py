@@ -54,11 +54,11 @@ def sources(folder: Path, *patterns: str) -> list[Path]:
 
 
 def digest_of(folder: Path) -> str:
-    """SHA-256 over path, mode and content of every file below ``folder``."""
+    """SHA-256 over path, content and executable bit of every file below ``folder``."""
     listing = hashlib.sha256()
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         content = hashlib.sha256(path.read_bytes()).hexdigest()
-        listing.update(f"{path.relative_to(folder)}\0{path.stat().st_mode & 0o777:o}\0{content}\n".encode())
+        listing.update(f"{path.relative_to(folder)}\0{path.stat().st_mode & 0o100:o}\0{content}\n".encode())
     return listing.hexdigest()
 
 
@@ -73,12 +73,21 @@ def series(*arguments: str) -> str:
     return done.stdout.strip()
 
 
-def place(source: Path, target: Path, epoch: int) -> None:
-    """Copy a small file with a normal mode and the epoch as its time."""
+def place(source: Path, target: Path) -> None:
+    """Copy a small file."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(source, target)
-    target.chmod(0o755 if source.stat().st_mode & 0o100 else 0o644)
-    os.utime(target, (epoch, epoch))
+    shutil.copy(source, target)
+
+
+def settle(folder: Path, epoch: int) -> None:
+    """Give the tree modes and times that depend neither on the umask nor on the clock: the image keeps the modes."""
+    for path in [folder, *folder.rglob("*")]:
+        status = path.stat()
+        mode = 0o755 if path.is_dir() or status.st_mode & 0o100 else 0o644
+        if status.st_mode & 0o7777 != mode:
+            path.chmod(mode)
+        if path.is_dir() or status.st_nlink == 1:  # what is linked from the cache keeps its time
+            os.utime(path, (epoch, epoch))
 
 
 def stage(artifact: str, cache: Path, base: dict) -> tuple[Path, dict]:
@@ -94,8 +103,8 @@ def stage(artifact: str, cache: Path, base: dict) -> tuple[Path, dict]:
     home.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(dir=home, prefix="new."))
     try:
-        place(ROOT / "images/Dockerfile", new / "Dockerfile", epoch)
-        place(ROOT / "images/install.py", new / "build/install.py", epoch)
+        place(ROOT / "images/Dockerfile", new / "Dockerfile")
+        place(ROOT / "images/install.py", new / "build/install.py")
         for wheel in locked:
             if wheel.name in image["build_tools"]:
                 os.link(cache / "wheels" / wheel.filename, new / "build" / wheel.filename)
@@ -112,14 +121,14 @@ def stage(artifact: str, cache: Path, base: dict) -> tuple[Path, dict]:
         if "rootfs" in base:
             os.link(base["rootfs"] / "rootfs.tar", new / "base/rootfs.tar")
         for path in sources(ROOT / "patches", "*.py", "sglang/**/*"):
-            place(path, new / "patches" / path.relative_to(ROOT / "patches"), epoch)
+            place(path, new / "patches" / path.relative_to(ROOT / "patches"))
         for path in [
             *sources(ROOT / "recipes", f"{artifact}.*", "lib.sh"),
             *sources(ROOT / "qualify", "**/*"),
             ROOT / "images/engine.lock",
             ROOT / "images/base.lock",
         ]:
-            place(path, new / "artifact" / path.relative_to(ROOT), epoch)
+            place(path, new / "artifact" / path.relative_to(ROOT))
         engine = next(wheel for wheel in locked if wheel.name == "sglang")
         # Here and not in the build: a hook that does not apply is refused in a second, in the tool's own words.
         series("check", "--wheel", str(cache / "wheels" / engine.filename))
@@ -139,6 +148,7 @@ def stage(artifact: str, cache: Path, base: dict) -> tuple[Path, dict]:
         identity["source_sha256"] = hashlib.sha256(text.encode()).hexdigest()
         text = json.dumps(identity, indent=1, sort_keys=True) + "\n"
         (new / "artifact/identity.json").write_text(text)
+        settle(new, epoch)
     except OSError as error:
         shutil.rmtree(new, ignore_errors=True)
         raise CannotRun(f"staging the build context failed: {error}") from None
