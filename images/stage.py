@@ -53,10 +53,10 @@ def sources(folder: Path, *patterns: str) -> list[Path]:
     ]
 
 
-def digest_of(folder: Path) -> str:
-    """SHA-256 over path, content and executable bit of every file below ``folder``."""
+def digest_of(folder: Path, without: str | None = None) -> str:
+    """SHA-256 over path, content and executable bit of every file below ``folder``, but those of one suffix."""
     listing = hashlib.sha256()
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.suffix != without):
         content = hashlib.sha256(path.read_bytes()).hexdigest()
         listing.update(f"{path.relative_to(folder)}\0{path.stat().st_mode & 0o100:o}\0{content}\n".encode())
     return listing.hexdigest()
@@ -142,7 +142,11 @@ def stage(artifact: str, cache: Path, base: dict) -> tuple[Path, dict]:
             "excluded": [rule["path"] for rule in image.get("exclude", [])],
             "inputs_sha256": {
                 name: digest_of(new / name) for name in ("build", "patches", "artifact")
-            } | {"Dockerfile": hashlib.sha256((new / "Dockerfile").read_bytes()).hexdigest()},
+            } | {
+                "Dockerfile": hashlib.sha256((new / "Dockerfile").read_bytes()).hexdigest(),
+                # Which wheel is in which layer and what is excluded there; the wheels' own digests are above.
+                "layers": digest_of(new / "wheels", without=".whl"),
+            },
         }  # fmt: skip
         text = json.dumps(identity, indent=1, sort_keys=True) + "\n"
         identity["source_sha256"] = hashlib.sha256(text.encode()).hexdigest()
