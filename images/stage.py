@@ -41,6 +41,16 @@ def assign(wheels: list[Wheel], layers: list[dict]) -> dict[str, list[Wheel]]:
     return placed
 
 
+def exclusions(rules: list[dict], layers: list[str]) -> dict[str, list[str]]:
+    """Layer name -> the paths that are removed in it."""
+    excluded: dict[str, list[str]] = {layer: [] for layer in layers}
+    for rule in rules:
+        if rule["layer"] not in excluded:
+            raise Rejected(f"images/image.toml: {rule['path']} is excluded from an unknown layer, {rule['layer']}")
+        excluded[rule["layer"]].append(rule["path"])
+    return excluded
+
+
 def sources(folder: Path, *patterns: str) -> list[Path]:
     """Regular files below ``folder`` that match, without caches and what editors and merges leave behind."""
     found = {path.relative_to(folder) for pattern in patterns for path in folder.glob(pattern)}
@@ -109,14 +119,15 @@ def stage(artifact: str, cache: Path, base: dict) -> tuple[Path, dict]:
             if wheel.name in image["build_tools"]:
                 os.link(cache / "wheels" / wheel.filename, new / "build" / wheel.filename)
         installed = [wheel for wheel in locked if wheel.name not in image["build_tools"]]
-        for layer, wheels in assign(installed, image["layers"]).items():
+        layers = assign(installed, image["layers"])
+        excluded = exclusions(image.get("exclude", []), list(layers))
+        for layer, wheels in layers.items():
             folder = new / "wheels" / layer
             folder.mkdir(parents=True)
             for wheel in wheels:
                 os.link(cache / "wheels" / wheel.filename, folder / wheel.filename)
             (folder / "requirements.txt").write_text("".join(f"{wheel.name}=={wheel.version}\n" for wheel in wheels))
-            excluded = [rule["path"] for rule in image.get("exclude", []) if rule["layer"] == layer]
-            (folder / "exclude.json").write_text(json.dumps(excluded))
+            (folder / "exclude.json").write_text(json.dumps(excluded[layer]))
         (new / "base").mkdir()
         if "rootfs" in base:
             os.link(base["rootfs"] / "rootfs.tar", new / "base/rootfs.tar")
