@@ -267,7 +267,7 @@ def test_killed_half_way_it_leaves_no_base(bootstrap, tmp_path, signal):
 
 def test_a_killed_mmdebstrap_leaves_no_base(bootstrap):
     bootstrap.mirror(before="kill -KILL $$")
-    with pytest.raises(CannotRun, match="^mmdebstrap failed"):
+    with pytest.raises(CannotRun, match=r"^mmdebstrap failed"):
         bootstrap.build()
     assert list((bootstrap.cache / "base").iterdir()) == []
 
@@ -304,7 +304,8 @@ def test_the_listing_hook_survives_two_shells(bootstrap, tmp_path, monkeypatch):
     calls.add("apt-cache", 'printf "%s\\n" "$*"')
     calls.add(
         "mmdebstrap",
-        'for a; do case $a in --customize-hook=chroot*) hook=${a#--customize-hook=};; */rootfs.tar) : >"$a";; esac; done\n'
+        "for a; do case $a in --customize-hook=chroot*) hook=${a#--customize-hook=};;"
+        ' */rootfs.tar) : >"$a";; esac; done\n'
         'sh -c "$hook" hook /nowhere; list=${hook##*"> \'"}; cp "${list%\\\'}" "$SHOWN"',
     )
     shown, listed = tmp_path / "shown", tmp_path / "listed"
