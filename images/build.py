@@ -132,8 +132,6 @@ def check(docker: Docker, image: str) -> None:
 
 def prepare(artifact: str, cache: Path) -> tuple[Path, dict]:
     """Fetch and verify everything, and stage the build context."""
-    if artifact not in artifacts():
-        raise Rejected(f"ARTIFACT={artifact}: unknown; there are {', '.join(artifacts())} (recipes/*.toml)")
     wheels.fetch(wheels.read_lock(), cache / "wheels")
     if image := base_image():
         return stage(artifact, cache, {"image": image})
@@ -142,6 +140,9 @@ def prepare(artifact: str, cache: Path) -> tuple[Path, dict]:
 
 def build(artifact: str, cache: Path) -> None:
     began = time.monotonic()
+    if artifact not in artifacts():
+        raise Rejected(f"ARTIFACT={artifact}: unknown; there are {', '.join(artifacts())} (recipes/*.toml)")
+    base_image()  # a wrong one is refused before gigabytes are fetched
     docker = find()
     with exclusive(cache):
         context, identity = prepare(artifact, cache)
