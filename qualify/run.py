@@ -25,6 +25,10 @@ class Recorder:
     def __init__(self):
         self.outcomes: dict[str, str] = {}
 
+    def pytest_collection_finish(self, session):
+        # Until it has run: an early end of the session leaves the rest not run.
+        self.outcomes.update({item.nodeid: "skipped" for item in session.items})
+
     def pytest_runtest_logreport(self, report):
         # Set-up and tear-down count too: an error there is a failure, a skip is a skip.
         if report.when == "call" or report.outcome != "passed":
