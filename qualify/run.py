@@ -88,5 +88,8 @@ def run(args: argparse.Namespace) -> int:
         count = len(result["tests"])
         print(f"{result['stage']:<10} {result['result']:<8} {count:>3} tests {result['seconds']:>6.1f} s")
     if args.json:
-        args.json.write_text(json.dumps({"tier": args.tier, "stages": results}, indent=1) + "\n")
+        try:
+            args.json.write_text(json.dumps({"tier": args.tier, "stages": results}, indent=1) + "\n")
+        except OSError as error:
+            raise CannotRun(f"--json {args.json}: {error.strerror}") from None
     return 0 if all(result["result"] == "passed" for result in results) else 1
