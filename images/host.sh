@@ -76,7 +76,7 @@ if client=$(python3 "$here/docker.py" find 2>/dev/null); then
   exit 0
 fi
 # No client can build: the engine may be missing, stopped, or every client may lack BuildKit.
-if [ -z "${DOCKER_HOST:-}" ] && ! answers && command -v dockerd >/dev/null && [ "$(id -u)" = 0 ]; then
+if [ -z "${DOCKER_HOST:-}" ] && command -v "${DOCKER:-docker}" >/dev/null && ! answers && command -v dockerd >/dev/null && [ "$(id -u)" = 0 ]; then
   start_engine
 fi
 if ! python3 "$here/docker.py" find >/dev/null 2>&1 && can_install; then
