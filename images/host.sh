@@ -85,6 +85,6 @@ if ! python3 "$here/docker.py" find >/dev/null 2>&1 && can_install; then
     [ -z "$(apt-cache show --no-all-versions "$package" 2>/dev/null)" ] || engine+=("$package")
   done
   install "${engine[@]}"
-  answers || start_engine
+  answers || [ -n "${DOCKER_HOST:-}" ] || start_engine
 fi
 exec python3 "$here/docker.py" find
