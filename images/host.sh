@@ -33,7 +33,9 @@ missing() {
 install() {
   echo "installing: $*" >&2
   local output
-  if ! output=$( (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@") 2>&1); then
+  # --no-remove: another container engine of the machine's would conflict with ours, and -y would let it go.
+  if ! output=$( (apt-get update -qq &&
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-remove --no-install-recommends "$@") 2>&1); then
     refuse "apt-get could not install $*: $(echo "$output" | tail -1)"
   fi
 }
