@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,7 +29,7 @@ class Commands:
     def real(self, *names: str) -> None:
         """The machine's own commands, for a PATH that holds nothing but this folder."""
         for name in names:
-            found = shutil.which(name)
+            found = sys.executable if name == "python3" else shutil.which(name)
             assert found, f"these tests need {name}"
             # Not a link: a shim that looks at its own name or folder must find them unchanged.
             path = self.folder / name
