@@ -35,7 +35,7 @@ test: host lint unit series ## every test: lint, host, patch series, then build 
 	@$(TOOLS)/bin/pytest -q tests/image
 
 .PHONY: host
-host:
+host: ## install what is missing here and start the container engine (root on Debian or Ubuntu)
 	@images/host.sh >/dev/null
 
 .PHONY: lint
