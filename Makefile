@@ -24,8 +24,9 @@ help: ## this list
 	@echo "  BASE_IMAGE=name@sha256:...   another base image in its place"
 
 .PHONY: image
-image: host ## build, check in the container and tag :candidate (ARTIFACT=...)
+image: ## build, check in the container and tag :candidate (ARTIFACT=...)
 	@[ -n "$(ARTIFACT)" ] || { echo "rejected: say which image, for example make image ARTIFACT=mova-fp8" >&2; exit 1; }
+	@images/host.sh >/dev/null
 	@python3 images/build.py "$(ARTIFACT)" --cache "$(HORIZON_CACHE)"
 
 .PHONY: test
