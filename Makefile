@@ -33,7 +33,7 @@ image: ## build, check in the container and tag :candidate (ARTIFACT=...)
 test: host lint unit series ## every test: lint, host, patch series, then build all images and test inside them
 	@for artifact in $(ARTIFACTS); do python3 images/build.py $$artifact --cache "$(HORIZON_CACHE)"; done
 	@for artifact in $(ARTIFACTS); do tests/in_container.sh $$artifact; done
-	@$(TOOLS)/bin/pytest -q tests/image
+	@tools=$(TOOLS); $$tools/bin/pytest -q tests/image
 
 .PHONY: host
 host: ## install what is missing here and start the container engine (root on Debian or Ubuntu)
@@ -54,7 +54,7 @@ format: ## let ruff sort imports and lay out the Python files
 
 .PHONY: unit
 unit: ## the tests that need neither container nor torch
-	@$(TOOLS)/bin/pytest -q tests/unit
+	@tools=$(TOOLS); $$tools/bin/pytest -q tests/unit
 
 .PHONY: series
 series: ## the patch series against the locked engine wheel
