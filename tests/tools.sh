@@ -14,8 +14,9 @@ if [ ! -e "$tools/ready" ]; then
   bundle=/etc/ssl/certs/ca-certificates.crt
   cert=()
   [ ! -e "$bundle" ] || cert=(--cert "$bundle")
-  if ! python3 -m venv "$tools" >&2 || ! PIP_CONFIG_FILE=/dev/null "$tools/bin/python" -m pip --isolated --disable-pip-version-check install --quiet \
-    --require-hashes --only-binary :all: --no-deps "${cert[@]}" -r "$here/requirements.lock" >&2; then
+  if ! { python3 -m venv "$tools" && PIP_CONFIG_FILE=/dev/null "$tools/bin/python" -m pip --isolated \
+    --disable-pip-version-check install --quiet --require-hashes --only-binary :all: --no-deps \
+    "${cert[@]}" -r "$here/requirements.lock"; } >&2; then
     rm -rf "$tools"
     echo "cannot run: the test tools could not be installed (network to PyPI?); run again" >&2
     exit 2
