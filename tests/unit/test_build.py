@@ -314,18 +314,18 @@ def test_the_lock_is_held_while_building_and_free_while_checking(machine):
 
 
 def test_a_second_build_waits(tmp_path):
+    """It says so, and has the lock for itself once the first has let go."""
     code = (
-        "from pathlib import Path; from images import build\n"
-        f"with build.exclusive(Path({str(tmp_path)!r})): print(Path({str(tmp_path / 'first')!r}).exists())"
+        "import subprocess, sys; from pathlib import Path; from images import build\n"
+        f"with build.exclusive(Path({str(tmp_path)!r})):\n"
+        "    sys.stdin.readline()\n"
+        f"    print(subprocess.run(['flock', '--nonblock', {str(tmp_path / 'lock')!r}, 'true']).returncode)"
     )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with build.exclusive(tmp_path):
-        second = subprocess.Popen(
-            [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        second = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True, **pipes)
         assert second.stderr.readline() == f"waiting for another build that uses {tmp_path}\n"
-        (tmp_path / "first").write_text("done")
-    assert second.communicate() == ("True\n", "")
-    assert second.returncode == 0
+    assert second.communicate("the first has let go\n") == ("1\n", "")
 
 
 def test_a_failed_build_frees_the_lock(machine):

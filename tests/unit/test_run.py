@@ -127,6 +127,7 @@ def test_stages_count_their_own_tests(results):
     assert sorted(results["parametrized"]["tests"].values()) == ["passed"] * 3
     assert sorted(results["partly failing"]["tests"].values()) == ["failed", "passed"]
     assert results["empty"]["tests"] == {}
+    assert sorted(results["failing set-up"]["tests"].values()) == ["failed", "passed"]
 
 
 def test_a_tier_that_passed(tmp_path):

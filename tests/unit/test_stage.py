@@ -84,6 +84,7 @@ LEAVINGS = [
     "qualify/.mypy_cache/3.11/cache.json",
     "qualify/.ruff_cache/0.1/1",
     "qualify/__pycache__/cli.cpython-311.pyc",
+    "qualify/__pycache__/cli.cpython-311.pyc.140234",
     "qualify/cli.py~",
     "qualify/.cli.py.swp",
     "recipes/.mini.toml.swp",
