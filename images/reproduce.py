@@ -56,15 +56,17 @@ def contents(layer: IO[bytes]) -> dict[str, str]:
 def saved_layers(docker: Docker, image: str) -> list[dict[str, str]]:
     """The contents of each layer in order, read from `docker save` as a stream: nothing is written to disk."""
     layers, manifest = {}, []
-    with subprocess.Popen([docker.path, "save", image], stdout=subprocess.PIPE) as process:
-        with tarfile.open(fileobj=process.stdout, mode="r|") as archive:
-            for member in archive:
-                if member.name == "manifest.json":
-                    manifest = json.load(archive.extractfile(member))[0]["Layers"]
-                elif member.isreg():
-                    # Layers are <id>/layer.tar or, in the OCI layout, blobs beside JSON documents.
-                    with contextlib.suppress(tarfile.ReadError):
-                        layers[member.name] = contents(archive.extractfile(member))
+    with (
+        subprocess.Popen([docker.path, "save", image], stdout=subprocess.PIPE) as process,
+        tarfile.open(fileobj=process.stdout, mode="r|") as archive,
+    ):
+        for member in archive:
+            if member.name == "manifest.json":
+                manifest = json.load(archive.extractfile(member))[0]["Layers"]
+            elif member.isreg():
+                # Layers are <id>/layer.tar or, in the OCI layout, blobs beside JSON documents.
+                with contextlib.suppress(tarfile.ReadError):
+                    layers[member.name] = contents(archive.extractfile(member))
     return [layers[name] for name in manifest]
 
 
