@@ -11,7 +11,6 @@ recorded in the image, refused with --strict.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -24,6 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from images.wheels import sha256_of
+from qualify.cli import Parser
 from qualify.errors import CannotRun, Rejected, exit_code
 
 HERE = Path(__file__).resolve().parent
@@ -152,7 +152,7 @@ def lock(cache: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("command", choices=["build", "lock"])
     parser.add_argument("--cache", type=Path, required=True)
     parser.add_argument("--strict", action="store_true")

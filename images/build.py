@@ -10,7 +10,6 @@ BASE_IMAGE=name@sha256:... replaces the Debian base; STRICT=1 refuses a base tha
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import fcntl
 import os
@@ -29,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from images import base, wheels
 from images.docker import Docker, find, last_line
 from images.stage import artifacts, stage
+from qualify.cli import Parser
 from qualify.errors import CannotRun, Rejected, exit_code
 
 REPOSITORY = "horizon-images"
@@ -169,7 +169,7 @@ def build(artifact: str, cache: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("artifact")
     parser.add_argument("--cache", type=Path, required=True)
     args = parser.parse_args()

@@ -8,7 +8,6 @@ Equal layer digests: exit 0. Otherwise each differing layer is named with the fi
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import json
@@ -23,6 +22,7 @@ from typing import IO
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from images import base, build, stage, wheels
 from images.docker import Docker, find
+from qualify.cli import Parser
 from qualify.errors import CannotRun, Rejected, exit_code
 
 
@@ -89,7 +89,7 @@ def compare(docker: Docker, images: list[str]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("artifact")
     parser.add_argument("--cache", type=Path, required=True)
     args = parser.parse_args()

@@ -10,7 +10,6 @@ and read no configuration of this machine (neither pip's nor ~/.curlrc).
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import shutil
 import subprocess
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from qualify.cli import Parser
 from qualify.errors import CannotRun, Rejected, exit_code
 
 HERE = Path(__file__).resolve().parent
@@ -246,7 +246,7 @@ def lock(path: Path = LOCK) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     fetching = commands.add_parser("fetch")
     fetching.add_argument("--cache", type=Path, required=True)
