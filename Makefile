@@ -11,14 +11,15 @@ export STRICT BASE_IMAGE DOCKER
 export PYTHONDONTWRITEBYTECODE := 1
 
 TOOLS = $$(tests/tools.sh "$(HORIZON_CACHE)")
-# Where an artifact is optional, all of them.
-ARTIFACTS = $(or $(ARTIFACT),$(basename $(notdir $(wildcard recipes/*.toml))))
+# The artifacts that have an image; where ARTIFACT is optional, all of them.
+IMAGES = $(basename $(notdir $(shell grep -l '^image = true' recipes/*.toml)))
+ARTIFACTS = $(or $(ARTIFACT),$(IMAGES))
 
 .PHONY: help
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-28s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
-	@echo "  ARTIFACT=$$(ls recipes/*.toml | xargs -n1 basename -s .toml | paste -sd '|')"
+	@echo "  ARTIFACT=$(subst $() ,|,$(strip $(IMAGES)))"
 	@echo "  HORIZON_CACHE=$(HORIZON_CACHE)   wheels, base and test tools"
 	@echo "  STRICT=1   refuse a Debian base that differs from images/base.lock"
 	@echo "  BASE_IMAGE=name@sha256:...   another base image in its place"

@@ -23,8 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from images.wheels import sha256_of
-from qualify.cli import Parser
-from qualify.errors import CannotRun, Rejected, exit_code
+from qualify.errors import CannotRun, Parser, Rejected, exit_code
 
 HERE = Path(__file__).resolve().parent
 LOCK = HERE / "base.lock"

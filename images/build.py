@@ -28,8 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from images import base, wheels
 from images.docker import Docker, find, last_line
 from images.stage import artifacts, stage
-from qualify.cli import Parser
-from qualify.errors import CannotRun, Rejected, exit_code
+from qualify.errors import CannotRun, Parser, Rejected, exit_code
 
 REPOSITORY = "horizon-images"
 LABELS = "org.opencontainers.image"

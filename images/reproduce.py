@@ -22,8 +22,7 @@ from typing import IO
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from images import base, build, stage, wheels
 from images.docker import Docker, find
-from qualify.cli import Parser
-from qualify.errors import CannotRun, Rejected, exit_code
+from qualify.errors import CannotRun, Parser, Rejected, exit_code
 
 
 def build_afresh(docker: Docker, artifact: str, cache: Path) -> str:

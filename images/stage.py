@@ -25,7 +25,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def artifacts() -> list[str]:
-    return sorted(path.stem for path in (ROOT / "recipes").glob("*.toml"))
+    """Artifacts whose image is built and checked: those of recipes/*.toml that say `image = true`."""
+    recipes = sorted((ROOT / "recipes").glob("*.toml"))
+    return [path.stem for path in recipes if tomllib.loads(path.read_text()).get("image") is True]
 
 
 def assign(wheels: list[Wheel], layers: list[dict]) -> dict[str, list[Wheel]]:

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from qualify.cli import Parser
-from qualify.errors import CannotRun, Rejected, exit_code
+from qualify.errors import CannotRun, Parser, Rejected, exit_code
 
 HERE = Path(__file__).resolve().parent
 LOCK = HERE / "engine.lock"

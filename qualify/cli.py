@@ -6,25 +6,17 @@ when it is asked for, so that the commands which need nothing but the standard l
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
 from collections.abc import Sequence
 
-from qualify.errors import Rejected, exit_code
+from qualify.errors import Parser, exit_code
 
 #: subcommand -> (module, one line of help)
 COMMANDS = {
     "run": ("qualify.run", "run the qualification stages of one tier, in the image"),
     "synth": ("qualify.synth.command", "write a synthetic checkpoint in a published format"),
 }
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser for which a wrong flag is a wrong input: exit code 1, one sentence."""
-
-    def error(self, message: str):
-        raise Rejected(f"{message} (see `{self.prog} --help`)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

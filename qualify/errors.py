@@ -5,6 +5,7 @@ Exit codes of every command of this project: 0 ok, 1 rejected, 2 cannot run.
 
 from __future__ import annotations
 
+import argparse
 import errno
 import sys
 from collections.abc import Callable
@@ -16,6 +17,13 @@ class Rejected(Exception):
 
 class CannotRun(Exception):
     """The environment is wrong: a missing tool, no GPU, a full disk. Exit code 2."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser for which a wrong flag is a wrong input: exit code 1, one sentence."""
+
+    def error(self, message: str):
+        raise Rejected(f"{message} (see `{self.prog} --help`)")
 
 
 def exit_code(command: Callable[[], int]) -> int:

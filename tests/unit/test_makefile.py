@@ -20,7 +20,8 @@ def make(tmp_path, commands):
         (tmp_path / folder).mkdir()
     shutil.copyfile(ROOT / "Makefile", tmp_path / "Makefile")
     for artifact in ("alpha", "beta"):
-        (tmp_path / f"recipes/{artifact}.toml").write_text("")
+        (tmp_path / f"recipes/{artifact}.toml").write_text("image = true\n")
+    (tmp_path / "recipes/planned.toml").write_text("")
     fakes = commands()
     fakes.add("python3", 'case "$*" in *"$FAILS"*) [ -z "$FAILS" ] || exit 1;; esac')
     tools = commands("tools/bin")

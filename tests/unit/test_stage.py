@@ -63,10 +63,11 @@ FILES = {
     "patches/sglang/0001-gate.patch": "a patch\n",
     "patches/sglang/upstream.toml": "version = 1\n",
     "patches/sglang/files/sglang/srt/new.py": "NEW = 1\n",
-    "recipes/mini.toml": 'artifact = "mini"\n',
+    "recipes/mini.toml": 'artifact = "mini"\nimage = true\n',
     "recipes/mini.sh": "#!/bin/sh\n",
     "recipes/lib.sh": "true\n",
-    "recipes/other.toml": 'artifact = "other"\n',
+    "recipes/other.toml": 'artifact = "other"\nimage = true\n',
+    "recipes/planned.toml": 'artifact = "planned"\n',
     "qualify/__init__.py": "",
     "qualify/cli.py": "CLI = 1\n",
     "qualify/checks/test_identity.py": "def test_identity(): pass\n",
@@ -199,7 +200,7 @@ def test_exactly_the_files_of_the_image_are_staged(mini):
     expected |= {
         f"artifact/{name}"
         for name in [*FILES, "qualify/errors.py"]
-        if name.startswith(("qualify/", "recipes/")) and name != "recipes/other.toml"
+        if name.startswith(("qualify/", "recipes/")) and name not in ("recipes/other.toml", "recipes/planned.toml")
     }
     expected |= {"artifact/images/engine.lock", "artifact/images/base.lock", "artifact/identity.json"}
     assert {str(path.relative_to(staged)) for path in staged.rglob("*") if path.is_file()} == expected
