@@ -63,6 +63,17 @@ def load_model(directory: Path, *, overrides: dict[str, Any], dtype: str = "bflo
     )
 
 
+def empty_model(directory: Path, *, overrides: dict[str, Any], dtype: str = "bfloat16"):
+    """Construct the model of a checkpoint directory on the CPU, as the loader does, and load nothing into it."""
+    from sglang.srt.configs.device_config import DeviceConfig
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    return DefaultModelLoader(LoadConfig()).initialize_model_for_startup(
+        model_config=_model_config(directory, overrides, dtype), device_config=DeviceConfig("cpu")
+    )
+
+
 def build_model(
     config: dict[str, Any],
     *,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import glob
 import json
-import os
 from collections.abc import Iterable
+from pathlib import Path
 
 INDEX = "model.safetensors.index.json"
 
@@ -21,43 +20,42 @@ def examine(folder: str, files: Iterable[str], safetensors: bool) -> tuple[list[
 
     ``files`` are the paths that the engine is about to load, ``safetensors`` whether it takes them for such.
     """
-    files = sorted(files)
+    paths = sorted(map(Path, files))
     if not safetensors:
-        names = ", ".join(map(os.path.basename, files[:3]))
-        return [("unreadable", names, "are no safetensors files, the only ones that are loaded")], False
+        names = ", ".join(path.name for path in paths[:3])
+        return [("unreadable", names, "is no safetensors file, and nothing else is loaded")], False
     defects: list[Defect] = []
     readable = True
     shards: dict[str, list[str]] = {}
-    for path in files:
-        shard = os.path.basename(path)
+    for path in paths:
         try:
             header = read_header(path)
         except ValueError as error:
-            defects.append(("unreadable", shard, str(error)))
+            defects.append(("unreadable", path.name, str(error)))
             readable = False
             continue
         for name in header:
-            shards.setdefault(name, []).append(shard)
+            shards.setdefault(name, []).append(path.name)
     defects += [
         ("duplicate", name, f"is in {' and '.join(holders)}") for name, holders in shards.items() if len(holders) > 1
     ]
-    if os.path.exists(os.path.join(folder, STRAY_DECLARATION)):
+    if Path(folder, STRAY_DECLARATION).exists():
         defects.append(("index", STRAY_DECLARATION, "declares a quantisation beside config.json: remove one of them"))
     # With an unreadable shard nearly every tensor would be reported as missing.
     if readable:
-        defects += _index_defects(folder, files, shards)
+        defects += _index_defects(Path(folder), len(paths), shards)
     return defects, readable
 
 
-def read_header(path: str) -> dict[str, dict]:
+def read_header(path: Path) -> dict[str, dict]:
     """Return tensor name -> header entry of a safetensors file whose size is what the header promises.
 
     The format: 8 bytes of header length (little endian), a JSON object, the payloads without gaps. Raises
     ``ValueError`` with the rest of a sentence that begins with the file's name.
     """
     try:
-        size = os.path.getsize(path)
-        with open(path, "rb") as file:
+        size = path.stat().st_size
+        with path.open("rb") as file:
             start = file.read(8)
             length = int.from_bytes(start, "little")
             text = file.read(length) if 8 + length <= size else b""
@@ -79,14 +77,14 @@ def read_header(path: str) -> dict[str, dict]:
     return header
 
 
-def _index_defects(folder: str, files: list[str], shards: dict[str, list[str]]) -> Iterable[Defect]:
-    path = os.path.join(folder, INDEX)
-    if not os.path.isfile(path):
-        if len(files) > 1:
-            yield "index", INDEX, f"is missing, and there are {len(files)} shards"
+def _index_defects(folder: Path, files: int, shards: dict[str, list[str]]) -> Iterable[Defect]:
+    path = folder / INDEX
+    if not path.is_file():
+        if files > 1:
+            yield "index", INDEX, f"is missing, and there are {files} shards"
         return
-    with open(path, encoding="utf-8") as file:
-        weight_map = json.load(file)["weight_map"]
+    # The engine has parsed this file before, in order to choose the shards.
+    weight_map = json.loads(path.read_bytes())["weight_map"]
     for name, shard in weight_map.items():
         holders = shards.get(name)
         if holders is None:
@@ -97,6 +95,6 @@ def _index_defects(folder: str, files: list[str], shards: dict[str, list[str]]) 
         if name not in weight_map:
             yield "index", name, f"is in {holders[0]}, and the index does not list it"
     listed = set(weight_map.values())
-    for found in sorted(glob.glob(os.path.join(folder, "*.safetensors"))):
-        if os.path.basename(found) not in listed:
-            yield "index", os.path.basename(found), "is a shard that the index does not name: remove it"
+    for found in sorted(folder.glob("*.safetensors")):
+        if found.name not in listed:
+            yield "index", found.name, "is a shard that the index does not name: remove it"

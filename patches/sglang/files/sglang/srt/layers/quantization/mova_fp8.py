@@ -25,29 +25,6 @@ from sglang.srt.layers.quantization.utils import is_layer_skipped
 from sglang.srt.runtime_context import get_exec, get_model, get_parallel
 from transformers import PretrainedConfig
 
-# The keys of the published config.json. Any other could change what the model computes without the engine
-# looking at it (a grouped router, a softcap, a draft layer), so it is refused.
-_CONFIG_KEYS = frozenset(
-    """
-    architectures attention_bias attention_dropout attention_gate_func auto_map bos_token_id decoder_sparse_step
-    dtype eos_token_id head_dim hidden_act hidden_size initializer_range intermediate_size layernorm_num_groups
-    max_position_embeddings mlp_only_layers model_type moe_gate_bias moe_intermediate_size mova_num_experts
-    mova_num_experts_per_tok norm_topk_prob num_attention_heads num_experts num_experts_per_tok num_hidden_layers
-    num_key_value_heads num_shared_experts output_router_logits pad_token_id quantization_config query_key_norm
-    rms_norm_eps rope_head_dim rope_parameters router_aux_loss_coef router_scaling_factor router_score_func
-    sliding_window tie_word_embeddings torch_dtype transformers_version use_cache use_sliding_window vocab_size
-    """.split()
-)
-
-# What the engine itself, the router's declaration and the mark of a synthetic checkpoint add to them.
-_ADDED_KEYS = frozenset(
-    """
-    apply_attn_gate attn_gate_func context_len encoder_only language_model_only language_only num_dense_layers
-    num_values num_values_per_tok rope_scaling rope_theta swa_head_dim swa_v_head_dim v_head_dim
-    xllm_source_router_gemm_partitions horizon_images_synthetic
-    """.split()
-)
-
 _POSITIVE_INTEGERS = (
     "head_dim",
     "hidden_size",
@@ -79,6 +56,54 @@ _CHOICES = {
     "hidden_act": ("silu",),
     "router_score_func": ("sigmoid", "softmax"),
     "dtype": (torch.bfloat16, "bfloat16"),
+}
+
+# With the checked ones above, the keys of the published config.json. Any other could change what the model computes
+# without the engine looking at it (a grouped router, a softcap, a draft layer), so it is refused.
+_CONFIG_KEYS = {
+    *_POSITIVE_INTEGERS,
+    *_BOOLEANS,
+    *_POSITIVE_NUMBERS,
+    *_CHOICES,
+    "architectures",
+    "attention_dropout",
+    "auto_map",
+    "bos_token_id",
+    "decoder_sparse_step",
+    "eos_token_id",
+    "initializer_range",
+    "mlp_only_layers",
+    "model_type",
+    "output_router_logits",
+    "pad_token_id",
+    "quantization_config",
+    "rope_head_dim",
+    "rope_parameters",
+    "router_aux_loss_coef",
+    "sliding_window",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
+
+# What the engine itself, the router's declaration and the mark of a synthetic checkpoint add to them.
+_ADDED_KEYS = {
+    "apply_attn_gate",
+    "attn_gate_func",
+    "context_len",
+    "encoder_only",
+    "horizon_images_synthetic",
+    "language_model_only",
+    "language_only",
+    "num_dense_layers",
+    "num_values",
+    "num_values_per_tok",
+    "rope_scaling",
+    "rope_theta",
+    "swa_head_dim",
+    "swa_v_head_dim",
+    "v_head_dim",
+    "xllm_source_router_gemm_partitions",
 }
 
 # Load formats that go through DefaultModelLoader and load_weights, and so through the ledger.
