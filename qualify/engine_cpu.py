@@ -29,7 +29,7 @@ def start(capability: tuple[int, int] = CAPABILITY) -> None:
     global _started
     if _started:
         return
-    _prepare_environment()
+    prepare_environment()
     import torch
 
     torch.set_num_threads(1)
@@ -108,7 +108,7 @@ def _model_config(directory: Path, overrides: dict[str, Any], dtype: str, quanti
     )
 
 
-def _prepare_environment() -> None:
+def prepare_environment() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
