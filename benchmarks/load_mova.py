@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.util
 import json
 import os
 import re
@@ -275,8 +274,7 @@ def run(args: argparse.Namespace) -> int:
         tree = args.stock
         if tree is None:
             tree = Path(directory)
-            package = Path(importlib.util.find_spec("sglang").submodule_search_locations[0])
-            stock.pristine_tree(package, tree)
+            stock.pristine_tree(stock.installed_package(), tree)
         for side in SIDES:
             load_once(side, tree, args)
         print("warm; measuring", flush=True)

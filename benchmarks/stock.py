@@ -56,9 +56,17 @@ def pristine_tree(installed: Path, out: Path, patches: Path = PATCHES) -> None:
             target.symlink_to(source.resolve())
 
 
+def installed_package() -> Path:
+    """Directory of the importable ``sglang`` package, found without importing it. Raises ``CannotRun``."""
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or not spec.submodule_search_locations:
+        raise CannotRun("sglang is not importable; run this inside the image, or with the patched engine on PYTHONPATH")
+    return Path(spec.submodule_search_locations[0])
+
+
 def is_stock() -> bool:
     """Whether the importable engine lacks the series."""
-    return importlib.util.find_spec("sglang.srt.layers.quantization.mova_fp8") is None
+    return not (installed_package() / "srt/layers/quantization/mova_fp8.py").is_file()
 
 
 def relax_gates() -> None:

@@ -10,7 +10,6 @@ Exit code 0 when the patched engine detects every fault and both load the intact
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import subprocess
@@ -82,8 +81,7 @@ def run(args: argparse.Namespace) -> int:
         tree = args.stock
         if tree is None:
             tree = Path(directory)
-            package = Path(importlib.util.find_spec("sglang").submodule_search_locations[0])
-            stock.pristine_tree(package, tree)
+            stock.pristine_tree(stock.installed_package(), tree)
         ours, theirs = run_on(None, "this image"), run_on(tree, "stock")
     if ours.keys() != theirs.keys():
         raise CannotRun("the two runs did not try the same faults")
