@@ -124,6 +124,17 @@ def test_a_parameter_without_a_source_is_reported(empty, source):
     assert f"{ROUTER}.extra: is a parameter that no tensor of the format fills" in report
 
 
+def test_a_file_that_is_no_shard_ends_the_load_unopened(tiny_mova, tmp_path):
+    """A pickle runs code when it is opened, so it must not be, even to report more."""
+    (tmp_path / "config.json").write_bytes((tiny_mova / "config.json").read_bytes())
+    (tmp_path / "pytorch_model.bin").write_bytes(b"not even a pickle")
+    report = refusal(engine_cpu.load_model, tmp_path, overrides=PROVENANCE)
+    assert report.split("\n")[1:] == [
+        "unreadable (1):",
+        "  pytorch_model.bin: is no safetensors file, and nothing else is loaded",
+    ]
+
+
 # --- one load ---------------------------------------------------------------------------------------------------
 
 
@@ -308,7 +319,7 @@ def test_the_inventory_is_the_published_one(published):
     wanted = {name: (tensor.dtype, tensor.shape) for name, tensor in k2_horizon.tensors(published).items()}
     assert len(wanted) == 30498
     assert found == wanted
-    assert {entry.place.parameter for entry in inventory.values()} == dict(model.named_parameters()).keys()
+    assert {entry.parameter for entry in inventory.values()} == dict(model.named_parameters()).keys()
 
 
 def posing(model, monkeypatch, start, end, first, last):
@@ -323,12 +334,12 @@ def test_two_pipeline_stages_own_every_tensor_once(empty, monkeypatch):
     front = posing(empty, monkeypatch, 0, 4, True, False)
     back = posing(empty, monkeypatch, 4, 5, False, True)
     assert front.keys() == back.keys()
-    owners = [(front[name].place is not None) + (back[name].place is not None) for name in front]
+    owners = [(front[name].parameter is not None) + (back[name].parameter is not None) for name in front]
     assert set(owners) == {1}
-    assert front["model.embed_tokens.weight"].place
-    assert back["lm_head.weight"].place
-    assert back["model.norm.weight"].place
-    assert back[GATE].place
+    assert front["model.embed_tokens.weight"].parameter
+    assert back["lm_head.weight"].parameter
+    assert back["model.norm.weight"].parameter
+    assert back[GATE].parameter
 
 
 def test_an_expert_parallel_rank_owns_its_experts(empty, monkeypatch):
@@ -338,9 +349,9 @@ def test_an_expert_parallel_rank_owns_its_experts(empty, monkeypatch):
     )
     inventory = empty.checkpoint_ledger.format.inventory(empty)
     name = "model.layers.4.mlp.experts.{}.up_proj.weight"
-    assert inventory[name.format(3)].place is None
-    assert inventory[name.format(8)].place.expert == 0
-    assert inventory[name.format(8)].place.part == 1
+    assert inventory[name.format(3)].parameter is None
+    assert inventory[name.format(8)].expert == 0
+    assert inventory[name.format(8)].part == 1
 
 
 def test_a_stage_checks_the_tensors_of_others_and_needs_only_its_own(empty, source, monkeypatch):

@@ -50,22 +50,20 @@ class TensorClass(NamedTuple):
     positive: bool = False
 
 
-class Place(NamedTuple):
-    """Where a rank keeps its share of a tensor: ``parameter[expert]`` when stacked, and of that the rows of
-    ``part`` out of ``parts`` equal ones when several tensors are fused."""
-
-    parameter: str
-    expert: int | None = None
-    part: int = 0
-    parts: int = 1
-
-
 class Expected(NamedTuple):
-    """One tensor of the checkpoint: class, full shape before any slicing, and place (None: not on this rank)."""
+    """One tensor of the checkpoint: its class, its full shape before any slicing, and where a rank keeps its share.
+
+    That is ``parameter[expert]`` when stacked, and of that the rows of ``part`` out of ``parts`` equal ones when
+    several tensors are fused; ``parameter`` is None for a tensor of another rank. One flat tuple, since there are
+    tens of thousands of them.
+    """
 
     tensor_class: TensorClass
     shape: tuple[int, ...]
-    place: Place | None
+    parameter: str | None
+    expert: int | None = None
+    part: int = 0
+    parts: int = 1
 
 
 class CheckpointFormat(Protocol):
@@ -154,7 +152,7 @@ class Ledger:
                         self._note("dtype", name, f"is {tensor.dtype}, must be {wanted}")
                     elif tensor.shape != entry.shape:
                         self._note("shape", name, f"is {tuple(tensor.shape)}, must be {entry.shape}")
-                    elif entry.place is not None:
+                    elif entry.parameter is not None:
                         yield name, tensor
                         consumed.append(name)
         except CheckpointRefused:
@@ -163,7 +161,7 @@ class Ledger:
             self._note("unreadable", "the checkpoint", f"cannot be read on: {error}")
             self._fail(error)
         for name, entry in expected.items():
-            if entry.place is not None and name not in seen:
+            if entry.parameter is not None and name not in seen:
                 self._note("missing", name, f"{entry.tensor_class.stored[0]} {entry.shape} is in no shard")
         self._check_parameters(model, expected)
         self._check_values(model, expected, consumed)
@@ -174,9 +172,8 @@ class Ledger:
 
     def _check_parameters(self, model, expected) -> None:
         """Every parameter must have a source in the inventory and still be of the dtype that holds it exactly."""
-        held = {
-            entry.place.parameter: entry.tensor_class.held for entry in expected.values() if entry.place is not None
-        }
+        held = {entry.parameter: entry.tensor_class.held for entry in expected.values()}
+        held.pop(None, None)
         parameters = dict(model.named_parameters())
         for name in parameters.keys() - held.keys():
             self._note("parameter", name, "is a parameter that no tensor of the format fills")
@@ -191,9 +188,7 @@ class Ledger:
 
         The parameters themselves are scanned on their device, one flag each, and the flags are read once.
         """
-        positive = {
-            entry.place.parameter for entry in expected.values() if entry.place is not None and entry[0].positive
-        }
+        positive = {entry.parameter for entry in expected.values() if entry.tensor_class.positive}
         parameters = {name: parameter.data for name, parameter in model.named_parameters()}
         flags = [bad_values(data, name in positive, count=False) for name, data in parameters.items()]
         if not flags:
@@ -204,19 +199,19 @@ class Ledger:
             return
         unexplained = {name: int(bad_values(parameters[name], name in positive)) for name in flagged}
         for name in consumed:
-            tensor_class, _, place = expected[name]
-            if place.parameter not in flagged:
+            entry = expected[name]
+            if entry.parameter not in flagged:
                 continue
-            window = _window(parameters[place.parameter], place)
-            if bad := int(bad_values(window, tensor_class.positive)):
-                unexplained[place.parameter] -= bad
-                fault = "not finite and positive" if tensor_class.positive else "NaN or infinite"
+            window = _window(parameters[entry.parameter], entry)
+            if bad := int(bad_values(window, entry.tensor_class.positive)):
+                unexplained[entry.parameter] -= bad
+                fault = "not finite and positive" if entry.tensor_class.positive else "NaN or infinite"
                 self._note("value", name, f"{bad:,} of {window.numel():,} values are {fault}")
         # What no good tensor reached is explained when a bad or missing one belongs there.
         excused = {
-            entry.place.parameter
+            entry.parameter
             for name, entry in expected.items()
-            if entry.place is not None and any((kind, name) in self._defects for kind in ("missing", "dtype", "shape"))
+            if any((kind, name) in self._defects for kind in ("missing", "dtype", "shape"))
         }
         for name, left in unexplained.items():
             if left and name not in excused:
@@ -320,9 +315,9 @@ def _poison(model: torch.nn.Module) -> None:
             parameter.data.view(integer).fill_(mask)
 
 
-def _window(data: torch.Tensor, place: Place) -> torch.Tensor:
+def _window(data: torch.Tensor, entry: Expected) -> torch.Tensor:
     """The share of a parameter that one checkpoint tensor fills."""
-    if place.expert is not None:
-        data = data[place.expert]
-    rows = data.shape[0] // place.parts
-    return data.narrow(0, place.part * rows, rows)
+    if entry.expert is not None:
+        data = data[entry.expert]
+    rows = data.shape[0] // entry.parts
+    return data.narrow(0, entry.part * rows, rows)

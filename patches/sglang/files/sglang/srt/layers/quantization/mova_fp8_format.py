@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod
 from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
-from sglang.srt.model_loader.checkpoint_ledger import Expected, Place, TensorClass
+from sglang.srt.model_loader.checkpoint_ledger import Expected, TensorClass
 
 #: Rows and columns that share one scale.
 BLOCK = 128
@@ -27,13 +27,16 @@ ROUTER_BIAS = TensorClass((torch.bfloat16, torch.float32), torch.float32)
 
 
 class Module(NamedTuple):
-    """A module that holds a weight; ``layer`` is None outside the stack, ``expert`` is set for a routed expert."""
+    """A BF16 module: ``layer`` is None outside the stack; the engine keeps its weight in ``parameter``, stacked at
+    ``expert``, or as ``part`` of ``parts`` fused ones."""
 
     name: str
     shape: tuple[int, ...]
     layer: int | None
-    place: Place
+    parameter: str
     expert: int | None = None
+    part: int = 0
+    parts: int = 1
     bias: bool = False
 
 
@@ -47,23 +50,19 @@ class MovaFp8Format:
     def inventory(self, model: torch.nn.Module) -> dict[str, Expected]:
         """Name -> class, full shape and place of every tensor of the checkpoint, for the rank of ``model``.
 
-        A tensor of another pipeline stage, or an expert of another expert-parallel rank, has no place.
+        A tensor of another pipeline stage, or an expert of another expert-parallel rank, has no parameter.
         """
         result: dict[str, Expected] = {}
         for module in modules(model.config):
-            place = _place(model, module)
-            weight = f"{module.name}.weight"
-            if module.expert is None:
-                result[weight] = Expected(PLAIN, module.shape, place)
-            else:
-                rows, columns = module.shape
-                blocks = (-(-rows // BLOCK), -(-columns // BLOCK))
-                result[weight] = Expected(CODES, module.shape, place)
-                scale_place = place and place._replace(parameter=f"{place.parameter}_scale_inv")
-                result[f"{weight}_scale_inv"] = Expected(SCALE, blocks, scale_place)
+            owned = _owns(model, module)
+            parameter = _parameter(model, module) if owned else None
+            place = (parameter, module.expert, module.part, module.parts)
+            result[f"{module.name}.weight"] = Expected(PLAIN, module.shape, *place)
             if module.bias:
-                bias_place = place and Place(f"{module.name}.bias")
-                result[f"{module.name}.bias"] = Expected(ROUTER_BIAS, module.shape[:1], bias_place)
+                bias = f"{module.name}.bias"
+                result[bias] = Expected(ROUTER_BIAS, module.shape[:1], bias if owned else None)
+        for layer in range(len(model.config.mlp_only_layers), model.config.num_hidden_layers):
+            result.update(_routed_experts(model, layer))
         return result
 
     def scope_faults(self, model: torch.nn.Module) -> list[tuple[str, str]]:
@@ -87,13 +86,13 @@ class MovaFp8Format:
 
 
 def modules(config: Any) -> Iterator[Module]:
-    """Yield every module with a weight, in the order of the forward pass."""
+    """Yield every module outside the routed experts that holds a weight, in the order of the forward pass."""
     hidden, dense = config.hidden_size, len(config.mlp_only_layers)
     q_width = config.num_attention_heads * config.head_dim
     kv_width = config.num_key_value_heads * config.head_dim
 
     def plain(name: str, shape: tuple[int, ...], layer: int | None, bias: bool = False) -> Module:
-        return Module(name, shape, layer, Place(f"{name}.weight"), bias=bias)
+        return Module(name, shape, layer, f"{name}.weight", bias=bias)
 
     yield plain("model.embed_tokens", (config.vocab_size, hidden), None)
     for index in range(config.num_hidden_layers):
@@ -115,19 +114,10 @@ def modules(config: Any) -> Iterator[Module]:
         yield plain(f"{attention}.v_router", (config.mova_num_experts, hidden), index, config.moe_gate_bias)
         for expert in range(config.mova_num_experts):
             name = f"{attention}.v_experts"
-            yield Module(f"{name}.{expert}", (kv_width, hidden), index, Place(f"{name}.weight", expert))
+            yield Module(f"{name}.{expert}", (kv_width, hidden), index, f"{name}.weight", expert)
         yield plain(f"{layer}.mlp.gate", (config.num_experts, hidden), index, config.moe_gate_bias)
-        width = config.moe_intermediate_size
-        yield from _mlp(f"{layer}.mlp.shared_experts", hidden, width * config.num_shared_experts, index)
-        for expert in range(config.num_experts):
-            name = f"{layer}.mlp.experts"
-            for leaf, shape, fused, part, parts in (
-                ("gate_proj", (width, hidden), "w13_weight", 0, 2),
-                ("up_proj", (width, hidden), "w13_weight", 1, 2),
-                ("down_proj", (hidden, width), "w2_weight", 0, 1),
-            ):
-                place = Place(f"{name}.{fused}", expert, part, parts)
-                yield Module(f"{name}.{expert}.{leaf}", shape, index, place, expert)
+        width = config.moe_intermediate_size * config.num_shared_experts
+        yield from _mlp(f"{layer}.mlp.shared_experts", hidden, width, index)
     yield plain("model.norm", (hidden,), None)
     if not config.tie_word_embeddings:
         yield plain("lm_head", (config.vocab_size, hidden), None)
@@ -135,7 +125,7 @@ def modules(config: Any) -> Iterator[Module]:
 
 def bf16_modules(config: Any) -> set[str]:
     """Names of all modules outside the routed experts, in the checkpoint's own spelling."""
-    return {module.name for module in modules(config) if module.expert is None}
+    return {module.name for module in modules(config)}
 
 
 def routed_expert_modules(config: Any) -> list[str]:
@@ -144,30 +134,51 @@ def routed_expert_modules(config: Any) -> list[str]:
     return [f"model.layers.{index}.mlp.experts" for index in layers]
 
 
+def _routed_experts(model: torch.nn.Module, layer: int) -> Iterator[tuple[str, Expected]]:
+    """(name, expectation) of the codes and scales of one layer: most of a checkpoint, so kept lean."""
+    config, name = model.config, f"model.layers.{layer}.mlp.experts"
+    here = model.model.start_layer <= layer < model.model.end_layer
+    local_of = model.model.layers[layer].mlp.experts._map_global_expert_id_to_local_expert_id if here else None
+    up, down = (config.moe_intermediate_size, config.hidden_size), (config.hidden_size, config.moe_intermediate_size)
+    leaves = [
+        (leaf, shape, tuple(-(-extent // BLOCK) for extent in shape), f"{name}.{fused}_weight", part, parts)
+        for leaf, shape, fused, part, parts in (
+            ("gate_proj", up, "w13", 0, 2),
+            ("up_proj", up, "w13", 1, 2),
+            ("down_proj", down, "w2", 0, 1),
+        )
+    ]
+    for expert in range(config.num_experts):
+        local = local_of(expert) if here else -1
+        for leaf, shape, blocks, parameter, part, parts in leaves:
+            weight = f"{name}.{expert}.{leaf}.weight"
+            codes, scales = (parameter, f"{parameter}_scale_inv") if local >= 0 else (None, None)
+            yield weight, Expected(CODES, shape, codes, local, part, parts)
+            yield f"{weight}_scale_inv", Expected(SCALE, blocks, scales, local, part, parts)
+
+
 def _mlp(name: str, hidden: int, width: int, layer: int) -> Iterator[Module]:
     fused = f"{name}.gate_up_proj.weight"
-    yield Module(f"{name}.gate_proj", (width, hidden), layer, Place(fused, None, 0, 2))
-    yield Module(f"{name}.up_proj", (width, hidden), layer, Place(fused, None, 1, 2))
-    yield Module(f"{name}.down_proj", (hidden, width), layer, Place(f"{name}.down_proj.weight"))
+    yield Module(f"{name}.gate_proj", (width, hidden), layer, fused, None, 0, 2)
+    yield Module(f"{name}.up_proj", (width, hidden), layer, fused, None, 1, 2)
+    yield Module(f"{name}.down_proj", (hidden, width), layer, f"{name}.down_proj.weight")
 
 
-def _place(model: torch.nn.Module, module: Module) -> Place | None:
-    """Where this rank keeps ``module``, None when another pipeline stage or expert-parallel rank does."""
+def _owns(model: torch.nn.Module, module: Module) -> bool:
+    """Whether the pipeline stage of ``model`` holds ``module``."""
     if module.layer is not None:
-        if not model.model.start_layer <= module.layer < model.model.end_layer:
-            return None
-        if module.expert is None:
-            return module.place
-        experts = model.model.layers[module.layer].mlp.experts
-        local = experts._map_global_expert_id_to_local_expert_id(module.expert)
-        return None if local < 0 else module.place._replace(expert=local)
+        return model.model.start_layer <= module.layer < model.model.end_layer
     if module.name == "model.embed_tokens":
-        if model.pp_group.is_first_rank:
-            return module.place
         # The last stage of a tied model has a head of its own, filled from the embedding.
         tied = model.pp_group.is_last_rank and model.config.tie_word_embeddings
-        return Place("lm_head.weight") if tied else None
-    return module.place if model.pp_group.is_last_rank else None
+        return model.pp_group.is_first_rank or tied
+    return model.pp_group.is_last_rank
+
+
+def _parameter(model: torch.nn.Module, module: Module) -> str:
+    if module.name == "model.embed_tokens" and not model.pp_group.is_first_rank:
+        return "lm_head.weight"
+    return module.parameter
 
 
 def _inside(name: str, experts: set[str]) -> bool:
