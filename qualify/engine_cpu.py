@@ -29,7 +29,7 @@ def start(capability: tuple[int, int] = CAPABILITY) -> None:
     global _started
     if _started:
         return
-    _prepare_environment()
+    prepare_environment()
     import torch
 
     torch.set_num_threads(1)
@@ -59,6 +59,17 @@ def load_model(directory: Path, *, overrides: dict[str, Any], dtype: str = "bflo
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     return DefaultModelLoader(LoadConfig()).load_model(
+        model_config=_model_config(directory, overrides, dtype), device_config=DeviceConfig("cpu")
+    )
+
+
+def empty_model(directory: Path, *, overrides: dict[str, Any], dtype: str = "bfloat16"):
+    """Construct the model of a checkpoint directory on the CPU, as the loader does, and load nothing into it."""
+    from sglang.srt.configs.device_config import DeviceConfig
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    return DefaultModelLoader(LoadConfig()).initialize_model_for_startup(
         model_config=_model_config(directory, overrides, dtype), device_config=DeviceConfig("cpu")
     )
 
@@ -97,7 +108,7 @@ def _model_config(directory: Path, overrides: dict[str, Any], dtype: str, quanti
     )
 
 
-def _prepare_environment() -> None:
+def prepare_environment() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from benchmarks import stock
 from qualify import engine_cpu
 from qualify.checks.conftest import loaded_mova, tiny_mova  # noqa: F401 - fixtures
 from qualify.models import MOVA_CONFIG
@@ -11,8 +12,10 @@ from qualify.models import MOVA_CONFIG
 
 @pytest.fixture(scope="session", autouse=True)
 def engine():
-    """One CPU rank of the engine, started before any test imports it."""
+    """One CPU rank of the engine, started before any test imports it; stock with its two gates relaxed."""
     engine_cpu.start()
+    if stock.is_stock():
+        stock.relax_gates()
 
 
 @pytest.fixture

@@ -10,17 +10,123 @@ sentence that names the config key and says what to do.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from sglang.srt.environ import envs
+from sglang.srt.layers.quantization.mova_fp8_format import (
+    BLOCK,
+    MovaFp8Format,
+    bf16_modules,
+    routed_expert_modules,
+)
 from sglang.srt.layers.quantization.utils import is_layer_skipped
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_exec, get_model, get_parallel
+from transformers import PretrainedConfig
 
-BLOCK = 128
+_POSITIVE_INTEGERS = (
+    "head_dim",
+    "hidden_size",
+    "intermediate_size",
+    "layernorm_num_groups",
+    "max_position_embeddings",
+    "moe_intermediate_size",
+    "mova_num_experts",
+    "mova_num_experts_per_tok",
+    "num_attention_heads",
+    "num_experts",
+    "num_experts_per_tok",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "num_shared_experts",
+    "vocab_size",
+)
+_BOOLEANS = (
+    "attention_bias",
+    "moe_gate_bias",
+    "norm_topk_prob",
+    "query_key_norm",
+    "tie_word_embeddings",
+    "use_sliding_window",
+)
+_POSITIVE_NUMBERS = ("rms_norm_eps", "router_scaling_factor")
+_CHOICES = {
+    "attention_gate_func": ("softplus", "silu"),
+    "hidden_act": ("silu",),
+    "router_score_func": ("sigmoid", "softmax"),
+    "dtype": (torch.bfloat16, "bfloat16"),
+}
 
-# The attribute through which an admitted quantisation config carries the modules it promised to be BF16.
-_ADMITTED = "mova_bf16_modules"
+# With the checked ones above, the keys of the published config.json. Any other could change what the model computes
+# without the engine looking at it (a grouped router, a softcap, a draft layer), so it is refused.
+_CONFIG_KEYS = {
+    *_POSITIVE_INTEGERS,
+    *_BOOLEANS,
+    *_POSITIVE_NUMBERS,
+    *_CHOICES,
+    "architectures",
+    "attention_dropout",
+    "auto_map",
+    "bos_token_id",
+    "decoder_sparse_step",
+    "eos_token_id",
+    "initializer_range",
+    "mlp_only_layers",
+    "model_type",
+    "output_router_logits",
+    "pad_token_id",
+    "quantization_config",
+    "rope_head_dim",
+    "rope_parameters",
+    "router_aux_loss_coef",
+    "sliding_window",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
+
+# What the engine itself, the router's declaration and the mark of a synthetic checkpoint add to them.
+_ADDED_KEYS = {
+    "apply_attn_gate",
+    "attn_gate_func",
+    "context_len",
+    "encoder_only",
+    "horizon_images_synthetic",
+    "language_model_only",
+    "language_only",
+    "num_dense_layers",
+    "num_values",
+    "num_values_per_tok",
+    "rope_scaling",
+    "rope_theta",
+    "swa_head_dim",
+    "swa_v_head_dim",
+    "v_head_dim",
+    "xllm_source_router_gemm_partitions",
+}
+
+# Load formats that go through DefaultModelLoader and load_weights, and so through the ledger.
+_LOAD_FORMATS = ("auto", "safetensors", "fastsafetensors", "instanttensor")
+
+# (namespace, leaf, values that are served, flag): what would place, replace or share weights behind the
+# ledger's back, or needs experts to be remapped, which this model does not do.
+_RUNTIME = (
+    ("overlap", "enable_two_batch_overlap", (False,), "--enable-two-batch-overlap"),
+    ("moe", "enable_eplb", (False,), "--enable-eplb"),
+    ("moe", "init_expert_location", ("trivial",), "--init-expert-location"),
+    ("moe", "ep_num_redundant_experts", (0,), "--ep-num-redundant-experts"),
+    ("moe", "elastic_ep_backend", (None,), "--elastic-ep-backend"),
+    ("moe", "ep_join_mode", (None,), "--elastic-ep-join-mode"),
+    ("moe", "enable_elastic_expert_backup", (False,), "--enable-elastic-expert-backup"),
+    ("moe", "enable_paged_experts", (False,), "--enable-paged-experts"),
+    ("moe", "kt_weight_path", (None,), "--kt-weight-path"),
+    ("model", "load_format", _LOAD_FORMATS, "--load-format"),
+    ("model", "startup_weight_load_mode", ("serial",), "--startup-weight-load-mode"),
+    ("model", "weight_cache_mode", ("off",), "--weight-cache-mode"),
+    ("model", "quantize_and_serve", (False,), "--quantize-and-serve"),
+    ("model", "rl_quant_profile", (None,), "--rl-quant-profile"),
+)
 
 _REQUIRED = {
     "quant_method": "fp8",
@@ -48,8 +154,8 @@ def admit(config: Any, quant_config: Any) -> None:
     """Refuse every K2-Horizon FP8 model but the published MoVA format, on a topology that can serve it.
 
     ``config`` is the Hugging Face config after the engine's overrides, ``quant_config`` the engine's
-    quantisation config for it. On return the latter is marked as admitted, which
-    :func:`require_bf16_attention` asks for. Raises ``ValueError``.
+    quantisation config for it. On return the latter carries the format as ``checkpoint_format``, which
+    :func:`require_bf16_attention` and the checkpoint ledger ask for. Raises ``ValueError``.
     """
     if (
         quant_config.get_name() != "fp8"
@@ -65,7 +171,9 @@ def admit(config: Any, quant_config: Any) -> None:
         raise ValueError(
             f"MoVA FP8 runs in bfloat16, not {torch.get_default_dtype()}: start the server with --dtype bfloat16."
         )
+    check_runtime()
     check_router_provenance(config)
+    check_config(config)
     declared = check_format(getattr(config, "quantization_config", None))
     check_effective_format(quant_config)
     check_scope(config, declared)
@@ -78,7 +186,7 @@ def admit(config: Any, quant_config: Any) -> None:
         moe_tp=parallel.moe_tp_size,
         attn_tp=parallel.attn_tp_size,
     )
-    setattr(quant_config, _ADMITTED, frozenset(declared))
+    quant_config.checkpoint_format = MovaFp8Format(frozenset(declared))
 
 
 def require_bf16_attention(quant_config: Any, prefix: str) -> None:
@@ -87,7 +195,8 @@ def require_bf16_attention(quant_config: Any, prefix: str) -> None:
     The attention passes no quantisation config to its projections, so it may only be built where the
     checkpoint declares the same. Raises ``ValueError``.
     """
-    admitted = getattr(quant_config, _ADMITTED, frozenset())
+    checkpoint_format = getattr(quant_config, "checkpoint_format", None)
+    admitted = getattr(checkpoint_format, "bf16_modules", frozenset())
     for leaf in ("q_proj", "k_proj", "gate_proj", "o_proj"):
         if f"{prefix}.{leaf}" not in admitted:
             raise ValueError(
@@ -106,6 +215,55 @@ def check_router_provenance(config: Any) -> None:
             "what the checkpoint was trained with, e.g. --json-model-override-args "
             "'{\"xllm_source_router_gemm_partitions\": 2}'."
         )
+
+
+def check_runtime() -> None:
+    """Refuse server flags under which weights would not stay what the loader checked. Raises ``ValueError``."""
+    namespaces = {"overlap": get_exec().overlap, "moe": get_exec().moe, "model": get_model()}
+    for namespace, leaf, served, flag in _RUNTIME:
+        value = getattr(namespaces[namespace], leaf)
+        if value not in served:
+            raise ValueError(
+                f"MoVA FP8 is not served with {flag} {value}, under which weights do not stay where the strict "
+                f"loader checked them: remove the flag (served: {', '.join(map(str, served))})."
+            )
+
+
+def check_config(config: Any) -> None:
+    """Refuse keys that the published config.json does not have, and values that can only be a mistake.
+
+    What the model computes (gate function, scaling factor, norm groups, ...) is the checkpoint's own statement:
+    any value that makes sense is taken as it stands. Raises ``ValueError``.
+    """
+    known = _CONFIG_KEYS | _ADDED_KEYS | vars(PretrainedConfig()).keys()
+    unknown = sorted(key for key in vars(config).keys() - known if not key.startswith("_"))
+    if unknown:
+        raise ValueError(
+            f"config.json has the key {unknown[0]!r}{_more(unknown)}, which no published MoVA config has and the "
+            "engine would not honour: use the config.json that was published with the weights."
+        )
+    for key in _POSITIVE_INTEGERS:
+        if type(value := getattr(config, key, None)) is not int or value < 1:
+            raise _bad_value(key, value, "a positive integer")
+    for key in _BOOLEANS:
+        if type(value := getattr(config, key, None)) is not bool:
+            raise _bad_value(key, value, "true or false")
+    for key in _POSITIVE_NUMBERS:
+        value = getattr(config, key, None)
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise _bad_value(key, value, "a positive number")
+    for key, choices in _CHOICES.items():
+        if (value := getattr(config, key, None)) not in choices:
+            raise _bad_value(key, value, " or ".join(map(str, choices)))
+    if config.num_experts_per_tok > config.num_experts:
+        raise _bad_value("num_experts_per_tok", config.num_experts_per_tok, f"at most {config.num_experts} experts")
+
+
+def _bad_value(key: str, value: Any, wanted: str) -> ValueError:
+    return ValueError(
+        f"{key} in config.json is {value!r} and must be {wanted}: use the config.json that was published with the "
+        "weights."
+    )
 
 
 def check_format(declared: Any) -> list[str]:
@@ -162,7 +320,7 @@ def check_scope(config: Any, ignored: list[str]) -> None:
     unknown = sorted(set(ignored) - modules)
     for entry in unknown:
         base = entry.removeprefix("model.")
-        for experts in _routed_expert_modules(config):
+        for experts in routed_expert_modules(config):
             if is_layer_skipped(experts, [base, f"model.{base}"]):
                 raise ValueError(
                     f"quantization_config.ignored_layers entry {entry!r} excludes routed experts "
@@ -216,37 +374,6 @@ def check_topology(config: Any, *, tp: int, ep: int, moe_tp: int, attn_tp: int) 
         f"--tp-size {tp} with --ep-size {ep} cannot serve this model: {fault}; (TP, EP) pairs that work: "
         f"{', '.join(map(str, pairs)) or 'none'}."
     )
-
-
-def bf16_modules(config: Any) -> set[str]:
-    """Names of all modules outside the routed experts, in the checkpoint's own spelling."""
-    names = {"model.embed_tokens", "model.norm"}
-    if not config.tie_word_embeddings:
-        names.add("lm_head")
-    dense = len(config.mlp_only_layers)
-    for index in range(config.num_hidden_layers):
-        layer = f"model.layers.{index}"
-        leaves = ["input_layernorm", "post_attention_layernorm"]
-        leaves += [f"self_attn.{leaf}" for leaf in ("q_proj", "k_proj", "gate_proj", "o_proj")]
-        if index < dense:
-            leaves += ["self_attn.v_proj", *_mlp("mlp")]
-        else:
-            leaves += ["self_attn.v_router", "mlp.gate"]
-            leaves += [f"self_attn.v_experts.{expert}" for expert in range(config.mova_num_experts)]
-            if getattr(config, "num_shared_experts", 0):
-                leaves += _mlp("mlp.shared_experts")
-        names.update(f"{layer}.{leaf}" for leaf in leaves)
-    return names
-
-
-def _routed_expert_modules(config: Any) -> list[str]:
-    """The engine's names of the fused routed experts, one per sparse layer."""
-    layers = range(len(config.mlp_only_layers), config.num_hidden_layers)
-    return [f"model.layers.{index}.mlp.experts" for index in layers]
-
-
-def _mlp(name: str) -> list[str]:
-    return [f"{name}.{leaf}" for leaf in ("gate_proj", "up_proj", "down_proj")]
 
 
 def _topology_fault(config: Any, *, tp: int, ep: int, moe_tp: int, attn_tp: int) -> str | None:
