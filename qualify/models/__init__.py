@@ -1,0 +1,1 @@
+"""What a published config promises: the tensors of a checkpoint, derived from its ``config.json`` alone."""
