@@ -1,0 +1,756 @@
+"""Headers against declaration and inventory: is every tensor there, of the right dtype and shape, and nothing else?
+
+Three statements are compared: what the config promises (the inventory), how the declaration says each module is stored
+(its scheme), and what the shard headers list.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from qualify.checkpoint.headers import Tensor
+from qualify.checkpoint.matching import FUSED, Names
+from qualify.checkpoint.problems import Findings, show
+from qualify.checkpoint.quantization import NARROW, Declared, Scheme
+from qualify.models.inventory import Inventory, Promised, layer_of, module_class
+
+PLAIN = frozenset({"BF16", "F16", "F32"})
+SCALE_LEAVES = frozenset(
+    {"weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "input_scale", "input_global_scale"}
+)
+KV_LEAVES = frozenset({"k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale"})
+#: last part of a projection inside a fused set -> the name of the set
+_FUSED_OF = {part: fused for fused, parts in FUSED.items() for part in parts}
+#: stacked experts: ``experts.down_proj_scale_inv`` is the ``weight_scale_inv`` of ``experts.down_proj``
+_STACKED = re.compile(r"^(gate_up_proj|gate_proj|up_proj|down_proj)(_scale_inv|_scales?|_blocks|_bias|_packed)?$")
+_STACKED_LEAF = {
+    None: "weight",
+    "_blocks": "weight",
+    "_packed": "weight_packed",
+    "_scale_inv": "weight_scale_inv",
+    "_scale": "weight_scale",
+    "_scales": "weight_scale",
+    "_bias": "bias",
+}
+_EXPERT = re.compile(r"^(.*\.experts)\.(\d+)(?:\.|$)")
+
+
+@dataclass(slots=True)
+class ClassScope:
+    """Counts of one module class. ``quantised`` and ``unquantised`` count modules, ``dtypes`` weights."""
+
+    quantised: int = 0
+    unquantised: int = 0
+    dtypes: Counter[str] = field(default_factory=Counter)
+    schemes: set[Scheme] = field(default_factory=set)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The class as it stands in the JSON report."""
+        entry: dict[str, Any] = {
+            "quantised": self.quantised,
+            "unquantised": self.unquantised,
+            "dtypes": dict(sorted(self.dtypes.items())),
+        }
+        blocks = sorted({scheme.block for scheme in self.schemes if scheme.block})
+        groups = sorted({scheme.group for scheme in self.schemes if scheme.group})
+        if blocks:
+            entry["block"] = list(blocks[0]) if len(blocks) == 1 else [list(block) for block in blocks]
+        if groups:
+            entry["group"] = groups[0] if len(groups) == 1 else groups
+        if len(self.schemes) > 1 or any(scheme.kind == "fp8-tensor" for scheme in self.schemes):
+            entry["schemes"] = sorted(scheme.name for scheme in self.schemes)
+        return entry
+
+
+@dataclass(slots=True)
+class Contents:
+    """The modules of a checkpoint as stored, by name: their tensors, and the scheme they follow (None: plain)."""
+
+    modules: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    schemes: dict[str, Scheme] = field(default_factory=dict)
+    kv_scales: list[Tensor] = field(default_factory=list)
+    scope: dict[str, ClassScope] = field(default_factory=dict)
+    format: str = "bf16"
+    mtp: dict[str, int] = field(default_factory=dict)
+    #: (class, last part of the name, out, in, scheme) of every stored linear module, for topologies
+    signatures: Counter[tuple[str, str, int, int, Scheme | None]] = field(default_factory=Counter)
+
+    @property
+    def stored_quantised(self) -> bool:
+        """True when any weight is stored FP8 or FP4."""
+        return any(entry.quantised for entry in self.scope.values())
+
+
+def group(tensors: Iterable[Tensor]) -> Contents:
+    """Group tensors by module."""
+    contents = Contents()
+    modules = contents.modules
+    for tensor in tensors:
+        module, _, leaf = tensor.name.rpartition(".")
+        if leaf in KV_LEAVES:
+            contents.kv_scales.append(tensor)
+            continue
+        if module.endswith(".experts") and (match := _STACKED.match(leaf)):
+            module, leaf = f"{module}.{match[1]}", _STACKED_LEAF[match[2]]
+        leaves = modules.get(module)
+        if leaves is None:
+            leaves = modules[module] = {}
+        leaves[leaf] = tensor
+    return contents
+
+
+def is_quantised(leaves: dict[str, Tensor]) -> bool:
+    """True when a module's weight is stored in FP8, FP4 or packed integers."""
+    if "weight_packed" in leaves or "qweight" in leaves:
+        return True
+    weight = leaves.get("weight")
+    return weight is not None and (weight.dtype in NARROW or weight.dtype in ("U8", "I8", "I32"))
+
+
+class Checker:
+    """One pass over all modules. Results: ``findings``, and scope, schemes and format in ``contents``."""
+
+    def __init__(self, contents: Contents, declared: Declared, inventory: Inventory | None, findings: Findings):
+        self.contents, self.declared, self.inventory, self.findings = contents, declared, inventory, findings
+        self.excused = lambda name: False
+        self.believe = True
+        self._partial: list[str] = []
+        self._bf16_scales: list[str] = []
+        self._fused_scalars: list[str] = []
+        self._missing: dict[str, list[str]] = {}
+        self._plain_mtp: list[str] = []
+        self._said: set[tuple[str, str]] = set()
+
+    def run(self, weight_map: dict[str, str] | None, unreadable: set[str], nextn: int = 0) -> None:
+        """Check everything. ``unreadable`` shards excuse the tensors that the index puts there."""
+        reported = {problem.subject for problem in self.findings.problems}
+        if weight_map is not None:
+            self.excused = lambda name: name in reported or weight_map.get(name) in unreadable
+        elif unreadable:
+            self.excused = lambda name: True
+        else:
+            self.excused = lambda name: name in reported
+        stored = self.contents.modules
+        promised = self.inventory.modules if self.inventory else {}
+        names = Names(dict.fromkeys([*promised, *stored]))
+        self.declared.bind(names, self.findings)
+        self._declaration(names)
+        self._whole()
+        for name, entries in promised.items():
+            self._promised(name, entries, stored.get(name))
+        for name in stored:
+            if name not in promised:
+                self._unpromised(name, stored[name], nextn)
+        self._report_missing(promised)
+        self._uniform()
+        self._notes()
+
+    # ------------------------------------------------------------ the declaration as a whole
+
+    def _declaration(self, names: Names) -> None:
+        declared, findings, stored = self.declared, self.findings, self.contents.modules
+        repeated = [entry for entry, count in Counter(declared.ignore).items() if count > 1]
+        if repeated:
+            findings.note(
+                "ignore-repeated", repeated[0][:200], f"{len(repeated)} ignore entries occur more than once"
+            )
+        ambiguous = []
+        for found in declared.matches:
+            entry = found.entry
+            if found.bad:
+                findings.problem("ignore-regex", entry[:200], f"the ignore entry {show(found.bad, 300)}")
+                continue
+            if found.parent and any(is_quantised(stored.get(child, {})) for child in found.parent):
+                child = next(child for child in found.parent if is_quantised(stored.get(child, {})))
+                findings.problem(
+                    "ignore-in-scope",
+                    entry[:200],
+                    f"the ignore list names {show(entry)}; below it {show(child)} is stored quantised, and engines "
+                    "disagree whether a parent counts",
+                )
+            elif not found.modules and found.parent:
+                findings.problem(
+                    "ignore-parent",
+                    entry[:200],
+                    f"the ignore entry {show(entry)} is a parent of {len(found.parent)} modules (first "
+                    f"{show(found.parent[0])}); {declared.rule} matches modules, so it has no effect",
+                )
+            elif not found.modules and entry != "lm_head":
+                findings.problem(
+                    "ignore-unmatched",
+                    entry[:200],
+                    f"the ignore entry {show(entry)} names no module{self._unmatched_hint(entry, names, found)}",
+                )
+            elif found.normalised:
+                findings.note(
+                    "ignore-normalised",
+                    entry[:200],
+                    f"the ignore entry {show(entry)} matches {len(found.modules)} modules (first "
+                    f"{show(found.modules[0])}) only after its {found.how} is resolved{_counts(found.counts)}",
+                )
+            elif len(set(found.counts.values()) - {0}) > 1 or found.how == "infix":
+                ambiguous.append(found)
+        for found in ambiguous[:50]:
+            findings.note(
+                "ignore-ambiguous",
+                found.entry[:200],
+                f"the ignore entry {show(found.entry)} matches differently by rule{_counts(found.counts)}",
+            )
+        self._in_scope(stored)
+
+    def _unmatched_hint(self, entry: str, names: Names, found) -> str:
+        parent, _, last = entry.rpartition(".")
+        below = names.below(parent) if parent else []
+        if below and any(word in last for word in ("qkv", "gate_up", "in_proj", "fused")):
+            parts = ", ".join(show(name.rpartition(".")[2]) for name in below[:6])
+            return f": {show(last)} looks like a fused module that nobody here knows; its parent holds {parts}"
+        return _counts(found.counts)
+
+    def _in_scope(self, stored: dict[str, dict[str, Tensor]]) -> None:
+        """Ignored modules that are stored quantised: one problem each, naming the entry."""
+        for found in self.declared.matches:
+            for module in found.modules:
+                leaves = stored.get(module)
+                if leaves and is_quantised(leaves):
+                    scale = next((leaf for leaf in leaves if leaf in SCALE_LEAVES), None)
+                    self.findings.problem(
+                        "ignore-in-scope",
+                        module,
+                        f"the ignore entry {show(found.entry)} names {show(module)}, which is stored "
+                        f"{_dtype(leaves)} {f'with its {scale}' if scale else 'without a scale'}",
+                    )
+
+    def _whole(self) -> None:
+        """A declaration without quantised weights, or quantised weights without a declaration: one problem."""
+        declared, contents = self.declared, self.contents
+        quantised = [name for name, leaves in contents.modules.items() if is_quantised(leaves)]
+        weights = [leaves["weight"] for leaves in contents.modules.values() if "weight" in leaves]
+        declares = bool(declared.targets or declared.layer_map)
+        contents.format = declared.format
+        if declares and not quantised and weights:
+            contents.format = _plain_format(weights)
+            self.believe = False
+            if not any(self.excused(tensor.name) for tensor in weights[:1]):
+                self.findings.problem(
+                    "declared-not-stored",
+                    "quantization_config",
+                    f"{declared.origin} declares {declared.format}, and none of the {len(weights):,} weights is stored "
+                    f"quantised (they are {_plain_format(weights)})",
+                )
+        elif not declares and quantised and declared.unserved is None:
+            first = contents.modules[quantised[0]]
+            if any(problem.code.startswith(("quantization-", "config-")) for problem in self.findings.problems):
+                self.believe = False
+                return
+            contents.format = "fp4-undeclared" if _dtype(first) == "U8" else "fp8-undeclared"
+            self.believe = False
+            self.findings.problem(
+                "stored-not-declared",
+                quantised[0],
+                f"{len(quantised):,} weights are stored quantised (first {show(quantised[0])}, {_dtype(first)}), and "
+                f"{declared.origin} declares nothing of the kind",
+            )
+        elif not declares and not quantised and weights and declared.unserved is None and declared.format == "bf16":
+            contents.format = _plain_format(weights)
+
+    # ------------------------------------------------------------ one module
+
+    def _scheme(self, name: str, promised: Promised) -> Scheme | None:
+        if not self.believe:
+            return None
+        # compressed-tensors targets the class Linear; whether a router is one, nobody can tell from outside.
+        linear = promised.linear and not (promised.klass == "router" and self.declared.rule != "fp8")
+        scheme = self.declared.scheme(name, linear)
+        if scheme is not None and self.inventory is not None and self.declared.format == "fp8-block":
+            if self.inventory.experts and scheme.scale_dtypes != ("F32",):
+                scheme = _F32_ONLY.setdefault(scheme, replace(scheme, scale_dtypes=("F32",)))
+        return scheme
+
+    def _promised(self, name: str, entries: list[Promised], leaves: dict[str, Tensor] | None) -> None:
+        extra = set(leaves or ())
+        for promised in entries:
+            scheme = self._scheme(name, promised)
+            if leaves is None:
+                tensors = [promised.leaf if scheme is None else scheme.weight]
+                if scheme is not None:
+                    tensors += [scheme.scale, *(leaf for leaf, needed in scheme.scalars if needed)]
+                if promised.bias:
+                    tensors.append("bias")
+                self._missing.setdefault(name, []).extend(tensors)
+                continue
+            extra -= self._module(name, promised, scheme, leaves)
+        for leaf in sorted(extra):
+            self._extra(name, leaf, leaves[leaf])
+
+    def _extra(self, name: str, leaf: str, tensor: Tensor) -> None:
+        plain = not is_quantised(self.contents.modules[name])
+        if leaf in SCALE_LEAVES and plain:
+            self.findings.problem(
+                "scale-orphan",
+                tensor.name,
+                f"{show(tensor.name)} is a scale, and {show(name)} is not stored quantised",
+            )
+        elif leaf == "weight" and self.inventory is None:
+            return
+        else:
+            self.findings.problem(
+                "tensor-unexpected", tensor.name, f"{show(tensor.name)} is in no promise of config or format"
+            )
+
+    def _module(self, name: str, promised: Promised, scheme: Scheme | None, leaves: dict[str, Tensor]) -> set[str]:
+        """Check one stored module; return the leaves that belong to it."""
+        consumed: set[str] = set()
+        klass = self.contents.scope.setdefault(promised.klass, ClassScope())
+        quantised = is_quantised(leaves)
+        if promised.bias:
+            bias = leaves.get("bias")
+            consumed.add("bias")
+            if bias is None:
+                self._missing.setdefault(name, []).append("bias")
+            elif bias.shape != promised.shape[:1]:
+                self._shape(bias, promised.shape[:1])
+            elif bias.dtype not in promised.dtypes:
+                self._dtype_problem(bias, promised.dtypes)
+        if scheme is None:
+            consumed |= self._plain(name, promised, leaves, quantised)
+        else:
+            consumed |= self._quantised(name, promised, scheme, leaves, quantised)
+        weight = leaves.get("weight_packed") or leaves.get(promised.leaf) or leaves.get("weight")
+        if weight is not None:
+            klass.dtypes[weight.dtype] += 1
+            klass.quantised += quantised
+            klass.unquantised += not quantised
+            if quantised and scheme is not None:
+                klass.schemes.add(scheme)
+                self.contents.schemes[name] = scheme
+            if promised.linear and len(promised.shape) >= 2:
+                signature = (
+                    promised.klass,
+                    name.rpartition(".")[2],
+                    promised.shape[-2],
+                    promised.shape[-1],
+                    scheme if quantised else None,
+                )
+                self.contents.signatures[signature] += 1
+        return consumed
+
+    def _plain(self, name: str, promised: Promised, leaves: dict[str, Tensor], quantised: bool) -> set[str]:
+        weight = leaves.get(promised.leaf)
+        if quantised:
+            if self.believe and name not in self.declared.ignored:
+                scale = next((leaf for leaf in leaves if leaf in SCALE_LEAVES), None)
+                self.findings.problem(
+                    "head-quantised" if promised.klass == "lm_head" else "quantised-outside-scope",
+                    name,
+                    f"{show(name)} is stored {_dtype(leaves)} {f'with its {scale}' if scale else 'without a scale'}; "
+                    f"{self.declared.format} does not declare it quantised",
+                )
+            return set(leaves)
+        if weight is None:
+            if promised.leaf == "weight" and "weight_packed" in leaves:
+                return set(leaves)
+            self._missing.setdefault(name, []).append(promised.leaf)
+            return set()
+        if weight.shape != promised.shape:
+            self._shape(weight, promised.shape)
+        if self.inventory is not None and weight.dtype not in promised.dtypes:
+            self._dtype_problem(weight, promised.dtypes)
+        return {promised.leaf}
+
+    def _quantised(
+        self, name: str, promised: Promised, scheme: Scheme, leaves: dict[str, Tensor], quantised: bool
+    ) -> set[str]:
+        """A module that is declared quantised: weight, scale and every other companion of its scheme."""
+        findings = self.findings
+        weight = leaves.get(scheme.weight)
+        if weight is None and "weight" in leaves:
+            weight = leaves["weight"]
+        if weight is None:
+            self._missing.setdefault(name, []).append(scheme.weight)
+            return {scheme.weight, scheme.scale, *(leaf for leaf, _ in scheme.scalars)} | SCALE_LEAVES
+        consumed = {weight.name.rpartition(".")[2], scheme.weight, "weight"}
+        companions = [leaf for leaf in leaves if leaf in SCALE_LEAVES]
+        if not quantised and not companions:
+            if promised.klass == "mtp":
+                self._plain_mtp.append(name)
+            elif promised.klass != "vision" or self.declared.layer_map is not None:
+                findings.problem(
+                    "linear-not-ignored",
+                    name,
+                    f"{show(name)} is stored {weight.dtype}; {self.declared.format} declares it quantised and the "
+                    "ignore list does not name it: engines would cast it, with a scale that was never loaded",
+                )
+            return consumed
+        if weight.dtype != scheme.dtype:
+            findings.problem(
+                "weight-dtype",
+                weight.name,
+                f"{show(weight.name)} is stored {weight.dtype}"
+                f"{' beside a scale' if not quantised else ''}; {scheme.name} stores {scheme.dtype}",
+            )
+        shape = promised.shape
+        stored = (*shape[:-1], -(-shape[-1] // 2)) if scheme.kind == "fp4" else shape
+        if weight.shape != stored:
+            self._shape(weight, stored)
+        if len(shape) < 2:
+            return set(leaves)
+        consumed |= self._scale(name, scheme, leaves, shape)
+        for leaf, needed in scheme.scalars:
+            consumed.add(leaf)
+            tensor = leaves.get(leaf)
+            if tensor is None:
+                if needed:
+                    self._missing.setdefault(name, []).append(leaf)
+            else:
+                self._scalar(tensor, shape)
+        if scheme.kind == "fp8-tensor":
+            consumed.add("input_scale")
+        return consumed
+
+    def _scale(self, name: str, scheme: Scheme, leaves: dict[str, Tensor], shape: tuple[int, ...]) -> set[str]:
+        leaf = scheme.scale
+        scale = leaves.get(leaf)
+        if scale is None and scheme.scale_alias and scheme.scale_alias in leaves:
+            leaf = scheme.scale_alias
+            scale = leaves[leaf]
+        if scale is None:
+            other = next((x for x in ("weight_scale_inv", "weight_scale") if x in leaves and x != scheme.scale), None)
+            if other is None:
+                self._missing.setdefault(name, []).append(leaf)
+                return {leaf}
+            self.findings.problem(
+                "scale-leaf",
+                f"{name}.{other}",
+                f"{show(name)} has {other}; {scheme.name} reads {scheme.scale}, and engines would leave that at its "
+                "initialiser: relabelling the config does not convert a checkpoint",
+            )
+            scale, leaf = leaves[other], other
+        elif scale.dtype not in scheme.scale_dtypes:
+            self.findings.problem(
+                "scale-dtype",
+                scale.name,
+                f"{show(scale.name)} is stored {scale.dtype}; {scheme.name} stores {' or '.join(scheme.scale_dtypes)}",
+            )
+        elif scale.dtype == "BF16" and scheme.scale == "weight_scale_inv":
+            self._bf16_scales.append(scale.name)
+        if scheme.kind == "fp8-tensor":
+            self._scalar(scale, shape)
+            if name.rpartition(".")[2] in FUSED:
+                self._fused_scalars.append(name)
+            return {leaf}
+        wanted = _scale_shapes(scheme, shape)
+        if scale.shape not in wanted:
+            per = f"{scheme.block[0]}x{scheme.block[1]} blocks" if scheme.block else _per(scheme, scale, shape)
+            self.findings.problem(
+                "scale-shape",
+                scale.name,
+                f"{show(scale.name)} has shape {_shape(scale.shape)}; a weight of {_shape(shape)} in {per} needs "
+                f"{' or '.join(_shape(item) for item in wanted)}",
+            )
+        elif scheme.block and (shape[-2] % scheme.block[0] or shape[-1] % scheme.block[1]):
+            self._partial.append(name)
+        return {leaf}
+
+    def _scalar(self, tensor: Tensor, shape: tuple[int, ...]) -> None:
+        count = 1
+        for extent in tensor.shape:
+            count *= extent
+        # Stacked experts may carry one scalar each.
+        if count != 1 and not (len(shape) == 3 and count == shape[0]):
+            self.findings.problem(
+                "scale-shape", tensor.name, f"{show(tensor.name)} has shape {_shape(tensor.shape)}, not one value"
+            )
+        if tensor.dtype not in ("F32", "BF16"):
+            self.findings.problem(
+                "scale-dtype", tensor.name, f"{show(tensor.name)} is stored {tensor.dtype}, not F32"
+            )
+
+    def _shape(self, tensor: Tensor, wanted: tuple[int, ...]) -> None:
+        self.findings.problem(
+            "tensor-shape",
+            tensor.name,
+            f"{show(tensor.name)} has shape {_shape(tensor.shape)}; the config promises {_shape(wanted)}",
+        )
+
+    def _dtype_problem(self, tensor: Tensor, wanted: tuple[str, ...]) -> None:
+        self.findings.problem(
+            "tensor-dtype",
+            tensor.name,
+            f"{show(tensor.name)} is stored {tensor.dtype}; the checkpoint's is {' or '.join(wanted)}",
+        )
+
+    # ------------------------------------------------------------ modules that no inventory promises
+
+    def _unpromised(self, name: str, leaves: dict[str, Tensor], nextn: int) -> None:
+        klass = module_class(name)
+        inventory = self.inventory
+        layer = layer_of(name)
+        if inventory is not None and layer is not None and klass not in ("mtp", "vision") and layer >= inventory.layers:
+            if layer < inventory.layers + nextn:
+                klass = "mtp"
+            else:
+                self._beyond("layer-beyond-config", f"layer {layer}", name, f"the config has {inventory.layers} layers")
+                return
+        if klass == "mtp":
+            self.contents.mtp["modules"] = self.contents.mtp.get("modules", 0) + 1
+            key = "quantised" if is_quantised(leaves) else "unquantised"
+            self.contents.mtp[key] = self.contents.mtp.get(key, 0) + 1
+        if inventory is None or klass in inventory.skipped or klass == "mtp":
+            self._guess(name, klass, leaves)
+            return
+        if name == "lm_head":
+            quantised = is_quantised(leaves)
+            self.findings.problem(
+                "head-quantised" if quantised else "head-tied-present",
+                "lm_head.weight",
+                "tie_word_embeddings is true, and lm_head.weight is stored"
+                + (f" {_dtype(leaves)}: nobody would read its scale" if quantised else "; engines drop one of the two"),
+            )
+            return
+        expert = _EXPERT.match(f"{name}.")
+        if klass == "routed_expert" and (expert is None or not expert[2].isdigit()):
+            self._beyond(
+                "expert-layout",
+                name.partition(".experts")[0] + ".experts",
+                name,
+                "the config's layout is one gate_proj, up_proj and down_proj per expert",
+            )
+            return
+        if klass == "routed_expert" and inventory.experts and int(expert[2][:9]) >= inventory.experts:
+            self._beyond(
+                "expert-beyond-config",
+                f"{expert[1]}.{expert[2]}",
+                name,
+                f"the config has {inventory.experts} experts",
+            )
+            return
+        for leaf in leaves:
+            tensor = leaves[leaf]
+            self.findings.problem(
+                "tensor-unexpected", tensor.name, f"{show(tensor.name)} {tensor.dtype} is in no promise of the config"
+            )
+
+    def _beyond(self, code: str, subject: str, name: str, why: str) -> None:
+        """One problem per subject, however many modules it has."""
+        key = (code, subject)
+        if key not in self._said:
+            self._said.add(key)
+            self.findings.problem(code, subject[:200], f"{show(name)} is stored ({show(subject)}); {why}")
+
+    def _guess(self, name: str, klass: str, leaves: dict[str, Tensor]) -> None:
+        """Without a promise the shape is read off the weight itself; companions must still fit it."""
+        packed = leaves.get("weight_packed")
+        weight = packed or leaves.get("weight")
+        if weight is None:
+            scope = self.contents.scope.setdefault("other" if klass == "dense_linear" else klass, ClassScope())
+            for tensor in leaves.values():
+                scope.dtypes[tensor.dtype] += 1
+            scope.unquantised += 1
+            orphan = next((leaf for leaf in leaves if leaf in SCALE_LEAVES), None)
+            if orphan and not self.excused(f"{name}.weight"):
+                self.findings.problem(
+                    "scale-orphan", f"{name}.{orphan}", f"{show(name)}.{orphan} is stored without its weight"
+                )
+            return
+        linear = len(weight.shape) >= 2 and klass not in ("embedding", "norm") and "conv" not in name
+        if linear and klass in ("vision", "mtp") and self.inventory is not None and not is_quantised(leaves):
+            linear = klass == "mtp" and self.declared.layer_map is None and self.declared.linear is not None
+        if not linear and klass == "dense_linear":
+            klass = "other"
+        promised = Promised(klass, linear, weight.shape, False)
+        scheme = self._scheme(name, promised)
+        if scheme is not None and scheme.kind == "fp4" and weight.dtype in ("U8", "I8") and weight.shape:
+            promised = promised._replace(shape=(*weight.shape[:-1], weight.shape[-1] * 2))
+        consumed = self._module(name, promised, scheme, leaves)
+        for leaf in sorted(set(leaves) - consumed - {"bias"}):
+            if leaf in SCALE_LEAVES:
+                self._extra(name, leaf, leaves[leaf])
+
+    # ------------------------------------------------------------ reports over many modules
+
+    def _report_missing(self, promised: dict[str, list[Promised]]) -> None:
+        missing = {}
+        for name, leaves in self._missing.items():
+            left = [leaf for leaf in leaves if not self.excused(f"{name}.{leaf}")]
+            if left:
+                missing[name] = left
+        absent = {name for name in missing if name not in self.contents.modules}
+        stacked = {subject for code, subject in self._said if code == "expert-layout"}
+        whole = _whole_groups(absent, promised, layer_of)
+        for layer in sorted(whole):
+            names = whole[layer]
+            self.findings.problem(
+                "layer-missing", f"layer {layer}", f"layer {layer} is absent: none of its {len(names):,} modules is stored"
+            )
+            absent.difference_update(names)
+            for name in names:
+                del missing[name]
+        experts = _whole_groups(absent, promised, lambda name: (m := _EXPERT.match(name)) and f"{m[1]}.{m[2]}")
+        for expert, names in experts.items():
+            for name in names:
+                del missing[name]
+            if expert.rpartition(".")[0] in stacked:
+                continue
+            self.findings.problem(
+                "expert-missing", expert, f"{show(expert)} is absent: {', '.join(n.rpartition('.')[2] for n in names)}"
+            )
+        for name, leaves in missing.items():
+            for leaf in leaves:
+                if name == "lm_head" and leaf == "weight":
+                    self.findings.problem(
+                        "head-missing",
+                        "lm_head.weight",
+                        "lm_head.weight is absent, and the config does not tie it to the embedding",
+                    )
+                    continue
+                scale = leaf in SCALE_LEAVES
+                self.findings.problem(
+                    "scale-missing" if scale else "tensor-missing",
+                    f"{name}.{leaf}",
+                    f"{show(name)}.{leaf} is absent; {self.declared.format if scale else 'the config'} promises it",
+                )
+
+    def _uniform(self) -> None:
+        """All experts of a layer alike, all parts of a fused projection alike."""
+        layers: dict[str, dict[str, list[str]]] = {}
+        fused: dict[tuple[str, str], dict[str, str]] = {}
+        for name, leaves in self.contents.modules.items():
+            parent, _, last = name.rpartition(".")
+            weight = leaves.get("weight_packed") or leaves.get("weight")
+            if weight is None:
+                continue
+            expert = _EXPERT.match(name)
+            if expert is not None:
+                layers.setdefault(expert[1], {}).setdefault(weight.dtype, []).append(name)
+            elif last in _FUSED_OF:
+                fused.setdefault((parent, _FUSED_OF[last]), {})[last] = weight.dtype
+        for layer, dtypes in layers.items():
+            if len(dtypes) > 1 and "v_experts" not in layer:
+                odd = min(dtypes.items(), key=lambda item: len(item[1]))
+                self.findings.problem(
+                    "experts-mixed",
+                    layer,
+                    f"the experts of {show(layer)} are stored "
+                    + ", ".join(f"{len(names)} {dtype}" for dtype, names in sorted(dtypes.items()))
+                    + f"; {show(odd[1][0])} is {odd[0]}: one kernel computes them all",
+                )
+        for (parent, name), parts in fused.items():
+            if len(set(parts.values())) > 1:
+                detail = ", ".join(f"{part} {dtype}" for part, dtype in parts.items())
+                self.findings.problem(
+                    "fused-mixed", f"{parent}.{name}", f"{show(parent)}.{name} is one projection in the engine: {detail}"
+                )
+
+    def _notes(self) -> None:
+        findings = self.findings
+        if self._partial:
+            findings.note(
+                "partial-block",
+                self._partial[0],
+                f"{len(self._partial):,} weights end in a partial block (first {show(self._partial[0])}): legal in the "
+                "file, and no tensor parallelism can split there",
+            )
+        if self._bf16_scales:
+            findings.note(
+                "scale-dtype",
+                self._bf16_scales[0],
+                f"{len(self._bf16_scales):,} scales are stored BF16 (first {show(self._bf16_scales[0])})",
+            )
+        if self._fused_scalars:
+            findings.note(
+                "fused-scalar",
+                self._fused_scalars[0],
+                f"{len(self._fused_scalars):,} fused projections carry one scalar scale (first "
+                f"{show(self._fused_scalars[0])}): a loader must give it to every part",
+            )
+        if self._plain_mtp:
+            findings.problem(
+                "mtp-not-excluded",
+                self._plain_mtp[0],
+                f"the draft (MTP) layer holds {len(self._plain_mtp)} unquantised linears (first "
+                f"{show(self._plain_mtp[0])}) that {self.declared.format} declares quantised",
+            )
+        vision = self.contents.scope.get("vision")
+        if vision is not None:
+            findings.note(
+                "vision-skipped",
+                "vision",
+                f"{vision.quantised + vision.unquantised} vision modules are counted, not checked",
+            )
+        if self.contents.mtp:
+            mtp = self.contents.mtp
+            findings.note(
+                "mtp",
+                "mtp",
+                f"draft (MTP) modules: {mtp.get('quantised', 0)} quantised, {mtp.get('unquantised', 0)} not",
+            )
+        if self.declared.rule == "compressed-tensors" and self.inventory is not None and self.declared.linear:
+            routers = [
+                name
+                for name, entries in self.inventory.modules.items()
+                if entries[0].klass == "router" and name not in self.declared.ignored
+            ]
+            if routers:
+                findings.note(
+                    "router-not-ignored",
+                    routers[0],
+                    f"{len(routers)} routers are not named in ignore (first {show(routers[0])}); stored unquantised",
+                )
+
+
+_F32_ONLY: dict[Scheme, Scheme] = {}
+
+
+def _scale_shapes(scheme: Scheme, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The shapes that a scale of ``scheme`` may have for a weight of logical ``shape``."""
+    *stack, rows, columns = shape
+    if scheme.block:
+        grid = (*stack, -(-rows // scheme.block[0]), -(-columns // scheme.block[1]))
+        if scheme.scale_alias and not stack:
+            # ModelOpt writes blocks as [rows, 1, columns, 1].
+            return [grid, (grid[0], 1, grid[1], 1)]
+        return [grid]
+    if scheme.kind == "fp8-channel":
+        return [(*stack, rows, 1), (*stack, rows)]
+    return [(*stack, rows, -(-columns // scheme.group))]
+
+
+def _per(scheme: Scheme, scale: Tensor, shape: tuple[int, ...]) -> str:
+    if not scheme.group:
+        return "channels"
+    columns = scale.shape[-1] if scale.shape else 0
+    stored = f" (stored: {shape[-1] // columns})" if columns and shape[-1] % columns == 0 else ""
+    return f"groups of {scheme.group}{stored}"
+
+
+def _whole_groups(absent: set[str], promised: dict[str, list[Promised]], key) -> dict[Any, list[str]]:
+    """Groups (by ``key``) of promised modules all of which are absent."""
+    if not absent:
+        return {}
+    groups: dict[Any, list[str]] = {}
+    for name in promised:
+        if (group := key(name)) is not None:
+            groups.setdefault(group, []).append(name)
+    return {group: names for group, names in groups.items() if len(names) > 1 and absent.issuperset(names)}
+
+
+def _dtype(leaves: dict[str, Tensor]) -> str:
+    weight = leaves.get("weight_packed") or leaves.get("weight") or leaves.get("qweight")
+    return weight.dtype if weight else "without a weight"
+
+
+def _plain_format(weights: list[Tensor]) -> str:
+    most = Counter(tensor.dtype for tensor in weights).most_common(1)[0][0]
+    return {"F16": "fp16", "F32": "fp32"}.get(most, "bf16")
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return show(str(list(shape)))
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return " (" + ", ".join(f"{rule} {count}" for rule, count in counts.items()) + ")" if counts else ""

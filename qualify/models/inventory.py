@@ -1,0 +1,184 @@
+"""What a config promises, in one shape for every architecture: classes, names and shapes of all modules.
+
+The per-architecture modules (``k2_horizon``, ``qwen3_5_moe``) say which modules exist; this one gives each its class
+and bounds the sizes, because a config is hostile input too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from qualify.errors import Rejected
+from qualify.models import k2_horizon, qwen3_5_moe
+
+CLASSES = (
+    "dense_linear",
+    "routed_expert",
+    "shared_expert",
+    "value_expert",
+    "router",
+    "norm",
+    "embedding",
+    "lm_head",
+    "vision",
+    "mtp",
+    "other",
+)
+#: Modules that any real model stays below by an order of magnitude.
+MAX_MODULES = 1_000_000
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+class Promised(NamedTuple):
+    """One module: class, whether it is a linear layer, the shape ``(out, in)`` of its weight, bias, leaf names."""
+
+    klass: str
+    linear: bool
+    shape: tuple[int, ...]
+    bias: bool
+    #: tensor leaf below the module; None when the module is the tensor (``A_log``)
+    leaf: str = "weight"
+    dtypes: tuple[str, ...] = ("BF16",)
+
+
+@dataclass(slots=True)
+class Inventory:
+    """The modules of a checkpoint by name, in the order of the forward pass."""
+
+    architecture: str
+    modules: dict[str, list[Promised]]
+    layers: int
+    experts: int
+    #: names below these are counted and not checked, by class
+    skipped: dict[str, str] = field(default_factory=dict)
+    #: keys that the config lacks and the tensor names supplied: key -> value
+    defaulted: dict[str, Any] = field(default_factory=dict)
+
+
+def module_class(name: str) -> str:
+    """The class of a module by its name, for every architecture known here."""
+    parts = name.split(".")
+    last = parts[-1]
+    if "mtp" in parts or "nextn" in parts:
+        return "mtp"
+    if "visual" in parts or "vision_tower" in parts or "vision_model" in parts:
+        return "vision"
+    if last == "lm_head":
+        return "lm_head"
+    if last in ("embed_tokens", "wte", "word_embeddings"):
+        return "embedding"
+    if "shared_experts" in parts or "shared_expert" in parts:
+        return "shared_expert"
+    if "v_experts" in parts:
+        return "value_expert"
+    if "experts" in parts:
+        return "routed_expert"
+    if last in ("v_router", "router", "shared_expert_gate") or (last == "gate" and len(parts) > 1):
+        return "router"
+    if "norm" in last:
+        return "norm"
+    return "dense_linear"
+
+
+def layer_of(name: str) -> int | None:
+    """The layer number in a tensor or module name, or None."""
+    match = _LAYER.search(name)
+    return int(match[1][:9]) if match else None
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a config: the config itself, or its ``text_config``."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) else config
+
+
+def derive(config: Mapping[str, Any], tensors: Iterable[str]) -> Inventory | None:
+    """The inventory that ``config`` promises; None for an architecture without one here.
+
+    ``tensors`` (names) decide only what the config leaves open: keys that may be absent. Raises ``Rejected`` for a
+    config that lacks a size or holds an impossible one.
+    """
+    if config.get("model_type") == "k2_horizon":
+        return _k2_horizon(config, tensors)
+    if config.get("model_type") in qwen3_5_moe.MODEL_TYPES:
+        return _qwen3_5_moe(config)
+    return None
+
+
+def _bounded(config: Mapping[str, Any], per_layer: Iterable[str]) -> None:
+    sizes = []
+    for key in ("num_hidden_layers", *per_layer):
+        value = config.get(key, 0)
+        if type(value) is not int or value < 0:
+            raise Rejected(f"config.json {key} must be an integer of at least 0, got {value!r:.60}")
+        sizes.append(value)
+    layers, *experts = sizes
+    if layers * (16 + 4 * sum(experts)) > MAX_MODULES:
+        raise Rejected(f"config.json promises {layers} layers and {sum(experts)} experts a layer; no model has as many")
+
+
+def _k2_horizon(config: Mapping[str, Any], tensors: Iterable[str]) -> Inventory:
+    _bounded(config, ("num_experts", "mova_num_experts", "num_shared_experts"))
+    completed, defaulted = dict(config), {}
+    names = None
+    for key, read in _K2_OPTIONAL.items():
+        if key not in config:
+            names = set(tensors) if names is None else names
+            completed[key] = read(names, completed)
+            defaulted[key] = completed[key]
+    modules = {}
+    for module in k2_horizon.modules(completed):
+        klass = module_class(module.name)
+        modules[module.name] = [Promised(klass, module.kind == "linear", module.shape, module.bias)]
+    return Inventory(
+        "k2_horizon",
+        modules,
+        completed["num_hidden_layers"],
+        completed["num_experts"],
+        defaulted={key: value for key, value in defaulted.items() if value not in (None, 0, False, [])},
+    )
+
+
+def _any(names: set[str], leaf: str) -> bool:
+    return any(name.endswith(leaf) for name in names)
+
+
+#: keys that a K2-Horizon config may lack -> how the tensor names supply them
+_K2_OPTIONAL = {
+    "num_experts": lambda names, config: 0,
+    "mova_num_experts": lambda names, config: 0,
+    "mlp_only_layers": lambda names, config: (
+        [] if config["num_experts"] else list(range(config["num_hidden_layers"]))
+    ),
+    "num_shared_experts": lambda names, config: int(_any(names, ".shared_experts.gate_proj.weight")),
+    "moe_gate_bias": lambda names, config: _any(names, ".mlp.gate.bias"),
+    "attention_gate_func": lambda names, config: (
+        "softplus" if _any(names, ".self_attn.gate_proj.weight") else None
+    ),
+}
+
+
+def _qwen3_5_moe(config: Mapping[str, Any]) -> Inventory:
+    text = text_config(config)
+    _bounded(text, ("num_experts",))
+    modules: dict[str, list[Promised]] = {}
+    for module in qwen3_5_moe.modules(config):
+        klass = "other" if module.kind in ("conv", "parameter") else module_class(module.name)
+        name, leaf = module.name, "weight"
+        if module.kind == "parameter":
+            name, _, leaf = module.name.rpartition(".")
+        # The state-space parameters are small and kept in either precision.
+        dtypes = ("BF16",) if module.kind in ("linear", "embedding") else ("BF16", "F32")
+        modules.setdefault(name, []).append(
+            Promised(klass, module.kind == "linear", module.shape, module.bias, leaf, dtypes)
+        )
+    return Inventory(
+        "qwen3_5_moe",
+        modules,
+        text["num_hidden_layers"],
+        text["num_experts"],
+        skipped={"vision": "vision-skipped", "mtp": "mtp"},
+    )
