@@ -56,7 +56,11 @@ class Entry:
         roles = [file.role for file in self.files]
         weights = roles.count("weights")
         return bool(
-            self.reviewed_by and self.revision and "config" in roles and weights and (weights == 1 or "index" in roles)
+            self.reviewed_by
+            and self.revision
+            and "config" in roles
+            and weights
+            and (weights == 1 or "index" in roles)
         )
 
     @property
@@ -106,7 +110,9 @@ def _artifact(raw: dict[str, Any]) -> Artifact:
 
 
 def _entry(artifact: str, raw: dict[str, Any]) -> Entry:
-    files = tuple(File(file["role"], file["name"], file["sha256"], file.get("bytes")) for file in raw.get("files", ()))
+    files = tuple(
+        File(file["role"], file["name"], file["sha256"], file.get("bytes")) for file in raw.get("files", ())
+    )
     entry = Entry(
         artifact,
         raw["name"],
@@ -130,6 +136,8 @@ def _entry(artifact: str, raw: dict[str, Any]) -> Entry:
         raise ValueError(f"{where}: the source epoch is not a date")
     if entry.headers_sha256 and not _SHA256.match(entry.headers_sha256):
         raise ValueError(f"{where}: headers_sha256 is not a SHA-256")
+    if files and not entry.reviewed_by:
+        raise ValueError(f"{where}: reviewed_by is empty; a proposal counts once somebody has reviewed it")
     if not entry.pinned and not entry.unpinned:
         raise ValueError(f"{where}: it is not pinned and does not say why")
     if entry.pinned and entry.unpinned:
@@ -160,7 +168,9 @@ def lookup(artifacts: dict[str, Artifact], identity: dict[str, Any]) -> dict[str
             }
             index = entry.digest("index")
             if not entry.headers_sha256:
-                result["reason"] = f"the config is that of {entry.repository}; {entry.unpinned or 'no headers recorded'}"
+                result["reason"] = (
+                    f"the config is that of {entry.repository}; {entry.unpinned or 'no headers recorded'}"
+                )
             elif entry.headers_sha256 != identity["headers"]:
                 result["reason"] = f"the config is that of {entry.repository}; the shard headers are not"
             elif index is not None and index != identity["index"]:

@@ -25,10 +25,16 @@ _HEX40 = re.compile(r"^[0-9a-f]{40}$")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("directory", metavar="DIR", help="directory of the published files")
-    parser.add_argument("--repository", metavar="OWNER/NAME", help="where they come from (default: the hub cache's name)")
-    parser.add_argument("--revision", metavar="SHA", help="their commit, 40 hex digits (default: the hub cache's)")
+    parser.add_argument(
+        "--repository", metavar="OWNER/NAME", help="where they come from (default: the hub cache's name)"
+    )
+    parser.add_argument(
+        "--revision", metavar="SHA", help="their commit, 40 hex digits (default: the hub cache's)"
+    )
     parser.add_argument("--epoch", metavar="YYYY-MM-DD", help="the new source epoch (default: today, UTC)")
-    parser.add_argument("--output", metavar="FILE", help="the proposal (default: build/pins/<name>-<epoch>.toml)")
+    parser.add_argument(
+        "--output", metavar="FILE", help="the proposal (default: build/pins/<name>-<epoch>.toml)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,7 +48,9 @@ def run(args: argparse.Namespace) -> int:
         )
     artifact = result.artifact
     if artifact is None:
-        raise Rejected(f"no artifact serves {result.contents.format} checkpoints; there is nothing to pin it for")
+        raise Rejected(
+            f"no artifact serves {result.contents.format} checkpoints; there is nothing to pin it for"
+        )
     repository = args.repository or hub_repository(result.checkpoint.root)
     revision = args.revision or revision_of(result.checkpoint)
     if repository is not None and not _NAME.match(repository):
@@ -60,7 +68,11 @@ def run(args: argparse.Namespace) -> int:
         raise CannotRun("config.json changed between inspection and hashing: pin a checkpoint at rest")
     text = proposal(result, artifact, repository, revision, epoch, found)
     name = (repository or result.checkpoint.root.name).rpartition("/")[2]
-    output = Path(args.output) if args.output else Path("build/pins") / f"{re.sub(r'[^A-Za-z0-9._-]', '-', name)}-{epoch}.toml"
+    output = (
+        Path(args.output)
+        if args.output
+        else Path("build/pins") / f"{re.sub(r'[^A-Za-z0-9._-]', '-', name)}-{epoch}.toml"
+    )
     write(output, text)
     print(f"wrote {output}: {len(found)} files of {repository or 'an unnamed repository'}, epoch {epoch}")
     print(f"to accept it, a reviewer copies it into recipes/{artifact}.toml and fills in reviewed_by")

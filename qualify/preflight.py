@@ -24,12 +24,18 @@ MOUNTINFO = Path("/proc/self/mountinfo")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("--artifact", required=True, metavar="A", help="artifact: a file name in recipes/ without .toml")
-    parser.add_argument("--model-dir", required=True, metavar="DIR", help="directory with config.json and shards")
+    parser.add_argument(
+        "--artifact", required=True, metavar="A", help="artifact: a file name in recipes/ without .toml"
+    )
+    parser.add_argument(
+        "--model-dir", required=True, metavar="DIR", help="directory with config.json and shards"
+    )
     parser.add_argument("--tp", required=True, type=int, metavar="N", help="tensor parallelism")
     parser.add_argument("--ep", type=int, default=1, metavar="N", help="expert parallelism (default 1)")
     parser.add_argument("--arch", metavar="ARCH", help="GPU architecture: sm90, 9.0, sm120, ...")
-    parser.add_argument("--uncatalogued", action="store_true", help="accept a checkpoint that nobody vouches for")
+    parser.add_argument(
+        "--uncatalogued", action="store_true", help="accept a checkpoint that nobody vouches for"
+    )
     parser.add_argument("--revision", metavar="SHA", help="the snapshot that must be on disk (40 hex digits)")
     parser.add_argument(
         "--router-partitions",
@@ -47,7 +53,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         artifacts = catalogue.load()
         if args.artifact not in artifacts:
-            raise Rejected(f"artifact {show(args.artifact)} is unknown; recipes/ has {', '.join(sorted(artifacts))}")
+            raise Rejected(
+                f"artifact {show(args.artifact)} is unknown; recipes/ has {', '.join(sorted(artifacts))}"
+            )
         result = inspection.inspect(args.model_dir, revision=args.revision)
         facts = check(result, artifacts, args)
     except (CannotRun, Rejected) as error:
@@ -55,7 +63,9 @@ def run(args: argparse.Namespace) -> int:
             verdict = "cannot-run" if isinstance(error, CannotRun) else "rejected"
             facts = inspect.cannot_run(str(error)) | {"verdict": verdict}
             if verdict == "rejected":
-                facts["problems"] = [{"code": "artifact-unknown", "subject": args.artifact, "message": str(error)}]
+                facts["problems"] = [
+                    {"code": "artifact-unknown", "subject": args.artifact, "message": str(error)}
+                ]
             print(json.dumps(facts, indent=1))
         raise
     if args.json:
@@ -93,7 +103,9 @@ def _format(result: inspection.Inspection, artifact: catalogue.Artifact, finding
     if found in artifact.formats:
         if result.artifact not in (None, artifact.name):
             findings.problem(
-                "artifact-format", artifact.name, f"{artifact.name} does not serve this model; {result.artifact} does"
+                "artifact-format",
+                artifact.name,
+                f"{artifact.name} does not serve this model; {result.artifact} does",
             )
         return
     serves = " or ".join(artifact.formats)
@@ -117,11 +129,15 @@ def _format(result: inspection.Inspection, artifact: catalogue.Artifact, finding
 def _topology(result: inspection.Inspection, tp: int, ep: int, findings: Findings) -> None:
     chosen = topology.check(result.contents, result.config, tp, ep)
     works = [
-        f"TP{item.tp}" + (f"+EP{item.ep}" if item.ep > 1 else "") for item in result.topologies if not item.reasons
+        f"TP{item.tp}" + (f"+EP{item.ep}" if item.ep > 1 else "")
+        for item in result.topologies
+        if not item.reasons
     ]
     for reason in chosen.reasons:
         findings.problem(
-            "topology", f"TP{tp}+EP{ep}", f"TP {tp} with EP {ep}: {reason}; working: {', '.join(works) or 'none'}"
+            "topology",
+            f"TP{tp}+EP{ep}",
+            f"TP {tp} with EP {ep}: {reason}; working: {', '.join(works) or 'none'}",
         )
 
 
@@ -132,7 +148,9 @@ def _arch(
         return
     match = re.fullmatch(r"(?:sm_?)?(\d{1,3})(?:\.(\d))?[af]?", arch.strip().lower())
     if match is None:
-        findings.problem("arch-unsupported", arch[:60], f"{show(arch)} is no GPU architecture like sm90 or 9.0")
+        findings.problem(
+            "arch-unsupported", arch[:60], f"{show(arch)} is no GPU architecture like sm90 or 9.0"
+        )
         return
     name = f"sm{match[1]}{match[2] or ''}"
     status = artifact.targets.get(name)
@@ -142,13 +160,21 @@ def _arch(
             "arch-unsupported",
             name,
             f"{artifact.name} lists {', '.join(artifact.targets)}, not {name}"
-            + (f"; {near[0]} is a different architecture: kernels built for it need not run on {name}" if near else ""),
+            + (
+                f"; {near[0]} is a different architecture: kernels built for it need not run on {name}"
+                if near
+                else ""
+            ),
         )
         return
     if status == "not-run":
         findings.note("arch-not-run", name, f"nobody has qualified {artifact.name} on {name} yet")
-    if name == "sm90" and any(scope.schemes and any(s.kind == "fp4" for s in scope.schemes) for scope in _scopes(result)):
-        findings.note("no-native-fp4", name, "sm90 has no FP4 arithmetic: FP4 weights are expanded to 16 bits (W4A16)")
+    if name == "sm90" and any(
+        scope.schemes and any(s.kind == "fp4" for s in scope.schemes) for scope in _scopes(result)
+    ):
+        findings.note(
+            "no-native-fp4", name, "sm90 has no FP4 arithmetic: FP4 weights are expanded to 16 bits (W4A16)"
+        )
 
 
 def _scopes(result: inspection.Inspection):
@@ -173,7 +199,9 @@ def _provenance(result: inspection.Inspection, declared: int | None, findings: F
             "results; declare it with --router-partitions N or ROUTER_PARTITIONS=N",
         )
     elif value is not None and value not in (1, 2):
-        findings.problem("router-provenance", inspection.PROVENANCE, f"router partitions {show(value)}: it is 1 or 2")
+        findings.problem(
+            "router-provenance", inspection.PROVENANCE, f"router partitions {show(value)}: it is 1 or 2"
+        )
     elif value is not None and stated is not None and value != stated:
         findings.problem(
             "router-provenance",
@@ -189,7 +217,9 @@ def _mount(result: inspection.Inspection, mountinfo: str, findings: Findings) ->
         return  # not Linux; the container is
     if mount is not None and not mount.read_only:
         findings.note(
-            "mount-writable", mount.point, "the checkpoint is on a writable mount; mount it read-only in the container"
+            "mount-writable",
+            mount.point,
+            "the checkpoint is on a writable mount; mount it read-only in the container",
         )
 
 
@@ -198,9 +228,13 @@ def _cache(result: inspection.Inspection, directory: str, findings: Findings) ->
     root = result.checkpoint.root
     resolved = Path(os.path.realpath(path))
     if resolved == root or root in resolved.parents:
-        findings.problem("cache-dir", directory[:200], f"the cache {show(directory)} lies inside the checkpoint")
+        findings.problem(
+            "cache-dir", directory[:200], f"the cache {show(directory)} lies inside the checkpoint"
+        )
     elif not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
-        findings.problem("cache-dir", directory[:200], f"the cache {show(directory)} is no writable directory")
+        findings.problem(
+            "cache-dir", directory[:200], f"the cache {show(directory)} is no writable directory"
+        )
 
 
 def _catalogue(known: dict[str, Any], artifact: catalogue.Artifact, waived: bool, findings: Findings) -> None:
@@ -216,4 +250,6 @@ def _catalogue(known: dict[str, Any], artifact: catalogue.Artifact, waived: bool
     if waived:
         findings.note("catalogue", artifact.name, f"{reason}; --uncatalogued: nobody vouches for it")
     else:
-        findings.problem("not-catalogued", artifact.name, f"{reason}; pass --uncatalogued to go on at your own risk")
+        findings.problem(
+            "not-catalogued", artifact.name, f"{reason}; pass --uncatalogued to go on at your own risk"
+        )

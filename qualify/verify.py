@@ -21,10 +21,14 @@ from qualify.errors import CannotRun, Rejected
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("directory", metavar="DIR", help="directory of the checkpoint")
-    parser.add_argument("--repository", metavar="R", help="the catalogue entry to compare with (default: by config)")
+    parser.add_argument(
+        "--repository", metavar="R", help="the catalogue entry to compare with (default: by config)"
+    )
     parser.add_argument("--recipes", metavar="DIR", help="another directory of artifact files")
     parser.add_argument("--workers", type=int, metavar="N", help="files read at once (default: one a CPU)")
-    parser.add_argument("--fresh", action="store_true", help="read every byte again, whatever an earlier run found")
+    parser.add_argument(
+        "--fresh", action="store_true", help="read every byte again, whatever an earlier run found"
+    )
     parser.add_argument("--json", action="store_true", help="the same facts for a machine")
 
 
@@ -38,11 +42,16 @@ def run(args: argparse.Namespace) -> int:
     entry = _entry(checkpoint, artifacts, args.repository)
     if entry is None or not entry.files:
         what = args.repository or "a checkpoint with this config"
-        unpinned = ", ".join(e.repository for a in artifacts.values() for e in catalogue.unpinned(a) if e.repository)
-        raise Rejected(
-            f"the catalogue has no digests for {show(what)} (unpinned: {unpinned}); run pin and have it reviewed"
+        unpinned = ", ".join(
+            e.repository for a in artifacts.values() for e in catalogue.unpinned(a) if e.repository
         )
-    outcome = verify(checkpoint, entry, findings, Journal(None if args.fresh else journal_path(checkpoint.root)), args)
+        raise Rejected(
+            f"the catalogue has no digests for {show(what)} (unpinned: {unpinned}); name the entry with --repository, or "
+            "run pin and have the proposal reviewed"
+        )
+    outcome = verify(
+        checkpoint, entry, findings, Journal(None if args.fresh else journal_path(checkpoint.root)), args
+    )
     if args.json:
         print(json.dumps(outcome, indent=1))
     else:
@@ -62,10 +71,14 @@ def verify(
     for name in sorted(set(checkpoint.files) - set(listed)):
         # An unknown small file (README) serves nothing; an unknown weight, config or program would.
         if name.endswith((files.WEIGHTS, *files.PICKLES)):
-            findings.problem("file-uncatalogued", name, f"{show(name)} holds weights and is not in the catalogue")
+            findings.problem(
+                "file-uncatalogued", name, f"{show(name)} holds weights and is not in the catalogue"
+            )
     if not entry.pinned:
         findings.problem(
-            "catalogue-incomplete", entry.repository, f"the catalogue cannot prove {entry.repository}: {entry.unpinned}"
+            "catalogue-incomplete",
+            entry.repository,
+            f"the catalogue cannot prove {entry.repository}: {entry.unpinned}",
         )
     paths = {name: checkpoint.files[name][0] for name in listed if name in checkpoint.files}
     began = time.monotonic()
@@ -76,7 +89,9 @@ def verify(
     for name, digest in sorted(found.items()):
         if digest != listed[name].sha256:
             findings.problem(
-                "file-digest", name, f"{show(name)} has SHA-256 {digest}; the catalogue has {listed[name].sha256}"
+                "file-digest",
+                name,
+                f"{show(name)} has SHA-256 {digest}; the catalogue has {listed[name].sha256}",
             )
     size = sum(checkpoint.files[name][1] for name in paths)
     return {

@@ -20,13 +20,22 @@ from qualify.models.inventory import Inventory, Promised, layer_of, module_class
 
 PLAIN = frozenset({"BF16", "F16", "F32"})
 SCALE_LEAVES = frozenset(
-    {"weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "input_scale", "input_global_scale"}
+    {
+        "weight_scale",
+        "weight_scale_inv",
+        "weight_scale_2",
+        "weight_global_scale",
+        "input_scale",
+        "input_global_scale",
+    }
 )
 KV_LEAVES = frozenset({"k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale"})
 #: last part of a projection inside a fused set -> the name of the set
 _FUSED_OF = {part: fused for fused, parts in FUSED.items() for part in parts}
 #: stacked experts: ``experts.down_proj_scale_inv`` is the ``weight_scale_inv`` of ``experts.down_proj``
-_STACKED = re.compile(r"^(gate_up_proj|gate_proj|up_proj|down_proj)(_scale_inv|_scales?|_blocks|_bias|_packed)?$")
+_STACKED = re.compile(
+    r"^(gate_up_proj|gate_proj|up_proj|down_proj)(_scale_inv|_scales?|_blocks|_bias|_packed)?$"
+)
 _STACKED_LEAF = {
     None: "weight",
     "_blocks": "weight",
@@ -114,7 +123,9 @@ def is_quantised(leaves: dict[str, Tensor]) -> bool:
 class Checker:
     """One pass over all modules. Results: ``findings``, and scope, schemes and format in ``contents``."""
 
-    def __init__(self, contents: Contents, declared: Declared, inventory: Inventory | None, findings: Findings):
+    def __init__(
+        self, contents: Contents, declared: Declared, inventory: Inventory | None, findings: Findings
+    ):
         self.contents, self.declared, self.inventory, self.findings = contents, declared, inventory, findings
         self.excused = lambda name: False
         self.believe = True
@@ -137,6 +148,11 @@ class Checker:
         stored = self.contents.modules
         promised = self.inventory.modules if self.inventory else {}
         names = Names(dict.fromkeys([*promised, *stored]))
+        if self.declared.format == "fp8-block" and self.inventory is not None and self.inventory.experts:
+            # Released dense models in this format store BF16 scales; MoVA's are F32, and a BF16 copy has lost bits.
+            self.declared.targets = [
+                (target, replace(scheme, scale_dtypes=("F32",))) for target, scheme in self.declared.targets
+            ]
         self.declared.bind(names, self.findings)
         self._declaration(names)
         self._whole()
@@ -207,7 +223,9 @@ class Checker:
         below = names.below(parent) if parent else []
         if below and any(word in last for word in ("qkv", "gate_up", "in_proj", "fused")):
             parts = ", ".join(show(name.rpartition(".")[2]) for name in below[:6])
-            return f": {show(last)} looks like a fused module that nobody here knows; its parent holds {parts}"
+            return (
+                f": {show(last)} looks like a fused module that nobody here knows; its parent holds {parts}"
+            )
         return _counts(found.counts)
 
     def _in_scope(self, stored: dict[str, dict[str, Tensor]]) -> None:
@@ -243,7 +261,9 @@ class Checker:
                 )
         elif not declares and quantised and declared.unserved is None:
             first = contents.modules[quantised[0]]
-            if any(problem.code.startswith(("quantization-", "config-")) for problem in self.findings.problems):
+            if any(
+                problem.code.startswith(("quantization-", "config-")) for problem in self.findings.problems
+            ):
                 self.believe = False
                 return
             contents.format = "fp4-undeclared" if _dtype(first) == "U8" else "fp8-undeclared"
@@ -254,7 +274,13 @@ class Checker:
                 f"{len(quantised):,} weights are stored quantised (first {show(quantised[0])}, {_dtype(first)}), and "
                 f"{declared.origin} declares nothing of the kind",
             )
-        elif not declares and not quantised and weights and declared.unserved is None and declared.format == "bf16":
+        elif (
+            not declares
+            and not quantised
+            and weights
+            and declared.unserved is None
+            and declared.format == "bf16"
+        ):
             contents.format = _plain_format(weights)
 
     # ------------------------------------------------------------ one module
@@ -264,11 +290,7 @@ class Checker:
             return None
         # compressed-tensors targets the class Linear; whether a router is one, nobody can tell from outside.
         linear = promised.linear and not (promised.klass == "router" and self.declared.rule != "fp8")
-        scheme = self.declared.scheme(name, linear)
-        if scheme is not None and self.inventory is not None and self.declared.format == "fp8-block":
-            if self.inventory.experts and scheme.scale_dtypes != ("F32",):
-                scheme = _F32_ONLY.setdefault(scheme, replace(scheme, scale_dtypes=("F32",)))
-        return scheme
+        return self.declared.scheme(name, linear)
 
     def _promised(self, name: str, entries: list[Promised], leaves: dict[str, Tensor] | None) -> None:
         extra = set(leaves or ())
@@ -301,7 +323,9 @@ class Checker:
                 "tensor-unexpected", tensor.name, f"{show(tensor.name)} is in no promise of config or format"
             )
 
-    def _module(self, name: str, promised: Promised, scheme: Scheme | None, leaves: dict[str, Tensor]) -> set[str]:
+    def _module(
+        self, name: str, promised: Promised, scheme: Scheme | None, leaves: dict[str, Tensor]
+    ) -> set[str]:
         """Check one stored module; return the leaves that belong to it."""
         consumed: set[str] = set()
         klass = self.contents.scope.setdefault(promised.klass, ClassScope())
@@ -411,14 +435,18 @@ class Checker:
             consumed.add("input_scale")
         return consumed
 
-    def _scale(self, name: str, scheme: Scheme, leaves: dict[str, Tensor], shape: tuple[int, ...]) -> set[str]:
+    def _scale(
+        self, name: str, scheme: Scheme, leaves: dict[str, Tensor], shape: tuple[int, ...]
+    ) -> set[str]:
         leaf = scheme.scale
         scale = leaves.get(leaf)
         if scale is None and scheme.scale_alias and scheme.scale_alias in leaves:
             leaf = scheme.scale_alias
             scale = leaves[leaf]
         if scale is None:
-            other = next((x for x in ("weight_scale_inv", "weight_scale") if x in leaves and x != scheme.scale), None)
+            other = next(
+                (x for x in ("weight_scale_inv", "weight_scale") if x in leaves and x != scheme.scale), None
+            )
             if other is None:
                 self._missing.setdefault(name, []).append(leaf)
                 return {leaf}
@@ -444,7 +472,9 @@ class Checker:
             return {leaf}
         wanted = _scale_shapes(scheme, shape)
         if scale.shape not in wanted:
-            per = f"{scheme.block[0]}x{scheme.block[1]} blocks" if scheme.block else _per(scheme, scale, shape)
+            per = (
+                f"{scheme.block[0]}x{scheme.block[1]} blocks" if scheme.block else _per(scheme, scale, shape)
+            )
             self.findings.problem(
                 "scale-shape",
                 scale.name,
@@ -462,7 +492,9 @@ class Checker:
         # Stacked experts may carry one scalar each.
         if count != 1 and not (len(shape) == 3 and count == shape[0]):
             self.findings.problem(
-                "scale-shape", tensor.name, f"{show(tensor.name)} has shape {_shape(tensor.shape)}, not one value"
+                "scale-shape",
+                tensor.name,
+                f"{show(tensor.name)} has shape {_shape(tensor.shape)}, not one value",
             )
         if tensor.dtype not in ("F32", "BF16"):
             self.findings.problem(
@@ -489,11 +521,18 @@ class Checker:
         klass = module_class(name)
         inventory = self.inventory
         layer = layer_of(name)
-        if inventory is not None and layer is not None and klass not in ("mtp", "vision") and layer >= inventory.layers:
+        if (
+            inventory is not None
+            and layer is not None
+            and klass not in ("mtp", "vision")
+            and layer >= inventory.layers
+        ):
             if layer < inventory.layers + nextn:
                 klass = "mtp"
             else:
-                self._beyond("layer-beyond-config", f"layer {layer}", name, f"the config has {inventory.layers} layers")
+                self._beyond(
+                    "layer-beyond-config", f"layer {layer}", name, f"the config has {inventory.layers} layers"
+                )
                 return
         if klass == "mtp":
             self.contents.mtp["modules"] = self.contents.mtp.get("modules", 0) + 1
@@ -508,7 +547,11 @@ class Checker:
                 "head-quantised" if quantised else "head-tied-present",
                 "lm_head.weight",
                 "tie_word_embeddings is true, and lm_head.weight is stored"
-                + (f" {_dtype(leaves)}: nobody would read its scale" if quantised else "; engines drop one of the two"),
+                + (
+                    f" {_dtype(leaves)}: nobody would read its scale"
+                    if quantised
+                    else "; engines drop one of the two"
+                ),
             )
             return
         expert = _EXPERT.match(f"{name}.")
@@ -531,7 +574,9 @@ class Checker:
         for leaf in leaves:
             tensor = leaves[leaf]
             self.findings.problem(
-                "tensor-unexpected", tensor.name, f"{show(tensor.name)} {tensor.dtype} is in no promise of the config"
+                "tensor-unexpected",
+                tensor.name,
+                f"{show(tensor.name)} {tensor.dtype} is in no promise of the config",
             )
 
     def _beyond(self, code: str, subject: str, name: str, why: str) -> None:
@@ -546,7 +591,9 @@ class Checker:
         packed = leaves.get("weight_packed")
         weight = packed or leaves.get("weight")
         if weight is None:
-            scope = self.contents.scope.setdefault("other" if klass == "dense_linear" else klass, ClassScope())
+            scope = self.contents.scope.setdefault(
+                "other" if klass == "dense_linear" else klass, ClassScope()
+            )
             for tensor in leaves.values():
                 scope.dtypes[tensor.dtype] += 1
             scope.unquantised += 1
@@ -584,19 +631,25 @@ class Checker:
         for layer in sorted(whole):
             names = whole[layer]
             self.findings.problem(
-                "layer-missing", f"layer {layer}", f"layer {layer} is absent: none of its {len(names):,} modules is stored"
+                "layer-missing",
+                f"layer {layer}",
+                f"layer {layer} is absent: none of its {len(names):,} modules is stored",
             )
             absent.difference_update(names)
             for name in names:
                 del missing[name]
-        experts = _whole_groups(absent, promised, lambda name: (m := _EXPERT.match(name)) and f"{m[1]}.{m[2]}")
+        experts = _whole_groups(
+            absent, promised, lambda name: (m := _EXPERT.match(name)) and f"{m[1]}.{m[2]}"
+        )
         for expert, names in experts.items():
             for name in names:
                 del missing[name]
             if expert.rpartition(".")[0] in stacked:
                 continue
             self.findings.problem(
-                "expert-missing", expert, f"{show(expert)} is absent: {', '.join(n.rpartition('.')[2] for n in names)}"
+                "expert-missing",
+                expert,
+                f"{show(expert)} is absent: {', '.join(n.rpartition('.')[2] for n in names)}",
             )
         for name, leaves in missing.items():
             for leaf in leaves:
@@ -642,7 +695,9 @@ class Checker:
             if len(set(parts.values())) > 1:
                 detail = ", ".join(f"{part} {dtype}" for part, dtype in parts.items())
                 self.findings.problem(
-                    "fused-mixed", f"{parent}.{name}", f"{show(parent)}.{name} is one projection in the engine: {detail}"
+                    "fused-mixed",
+                    f"{parent}.{name}",
+                    f"{show(parent)}.{name} is one projection in the engine: {detail}",
                 )
 
     def _notes(self) -> None:
@@ -700,9 +755,6 @@ class Checker:
                     routers[0],
                     f"{len(routers)} routers are not named in ignore (first {show(routers[0])}); stored unquantised",
                 )
-
-
-_F32_ONLY: dict[Scheme, Scheme] = {}
 
 
 def _scale_shapes(scheme: Scheme, shape: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -176,7 +176,9 @@ def _dangling(entry: os.DirEntry[str], blobs: Path | None, error: OSError, findi
         )
     elif error.strerror and "symbolic" in error.strerror:
         advice = ": the link leads to itself"
-    findings.problem("link-dangling", entry.name, f"{show(entry.name)} links to {show(target)}, which is absent{advice}")
+    findings.problem(
+        "link-dangling", entry.name, f"{show(entry.name)} links to {show(target)}, which is absent{advice}"
+    )
 
 
 def _nested(checkpoint: Checkpoint, findings: Findings) -> None:
@@ -238,10 +240,16 @@ def _weight_map(checkpoint: Checkpoint, index: dict[str, Any], findings: Finding
     bad: dict[str, str] = {}
     for tensor, shard in mapping.items():
         if type(shard) is not str or not shard:
-            findings.problem("index-malformed", tensor[:200], f"{INDEX} puts {show(tensor)} into {show(shard)}")
+            findings.problem(
+                "index-malformed", tensor[:200], f"{INDEX} puts {show(tensor)} into {show(shard)}"
+            )
             return
         if shard not in bad and (
-            "/" in shard or "\\" in shard or "\0" in shard or shard.startswith(".") or not shard.endswith(WEIGHTS)
+            "/" in shard
+            or "\\" in shard
+            or "\0" in shard
+            or shard.startswith(".")
+            or not shard.endswith(WEIGHTS)
         ):
             bad[shard] = tensor
     for shard, tensor in bad.items():
@@ -266,7 +274,11 @@ def _weight_map(checkpoint: Checkpoint, index: dict[str, Any], findings: Finding
 def _choose_shards(checkpoint: Checkpoint, findings: Findings) -> None:
     present = sorted(name for name in checkpoint.files if name.endswith(WEIGHTS))
     # A shard that is a broken or escaping link has its own problem already; it is not also absent.
-    reported = {p.subject for p in findings.problems if p.code in ("link-dangling", "link-escape", "not-a-regular-file")}
+    reported = {
+        p.subject
+        for p in findings.problems
+        if p.code in ("link-dangling", "link-escape", "not-a-regular-file")
+    }
     if checkpoint.weight_map is not None:
         named = sorted(set(checkpoint.weight_map.values()))
         checkpoint.shards = [name for name in named if name in checkpoint.files]
@@ -292,15 +304,21 @@ def _choose_shards(checkpoint: Checkpoint, findings: Findings) -> None:
                     INDEX,
                     f"{show(present[0])} is one of {int(match['count'])} shards and there is no {INDEX}",
                 )
-    splits = sorted({(match["stem"], int(match["count"][:9])) for name in present if (match := _SPLIT.match(name))})
+    splits = sorted(
+        {(match["stem"], int(match["count"][:9])) for name in present if (match := _SPLIT.match(name))}
+    )
     if len(splits) > 1 or (strays and checkpoint.shards):
         if len(splits) > 1:
             sets = ", ".join(f"{show(stem)}-*-of-{count}" for stem, count in splits[:5])
-            findings.problem("shard-two-sets", sets[:200], f"shards of {len(splits)} splits lie side by side: {sets}")
+            findings.problem(
+                "shard-two-sets", sets[:200], f"shards of {len(splits)} splits lie side by side: {sets}"
+            )
         for name in strays:
             findings.problem("shard-stray", name, f"{show(name)} is in the directory and not in the index")
     if not present and not checkpoint.absent and not any(name.endswith(WEIGHTS) for name in reported):
-        findings.problem("no-weights", str(checkpoint.root.name), "there is no *.safetensors file in the directory")
+        findings.problem(
+            "no-weights", str(checkpoint.root.name), "there is no *.safetensors file in the directory"
+        )
 
 
 def compare_index(checkpoint: Checkpoint, found: list[headers.Header], findings: Findings) -> None:
@@ -356,7 +374,11 @@ def _report_absent(checkpoint: Checkpoint, owner: dict[str, str], findings: Find
     """A shard that the index names and nobody has: stale index, or a missing download?"""
     if not checkpoint.absent:
         return
-    linked = {p.subject for p in findings.problems if p.code in ("link-dangling", "link-escape", "not-a-regular-file")}
+    linked = {
+        p.subject
+        for p in findings.problems
+        if p.code in ("link-dangling", "link-escape", "not-a-regular-file")
+    }
     uncovered = {shard: 0 for shard in checkpoint.absent}
     for name, shard in (checkpoint.weight_map or {}).items():
         if shard in uncovered and name not in owner:
@@ -372,5 +394,7 @@ def _report_absent(checkpoint: Checkpoint, owner: dict[str, str], findings: Find
     for shard, count in uncovered.items():
         if shard not in linked:
             findings.problem(
-                "shard-missing", shard, f"{show(shard)} is in the index and absent, with {count:,} tensors nobody else has"
+                "shard-missing",
+                shard,
+                f"{show(shard)} is in the index and absent, with {count:,} tensors nobody else has",
             )

@@ -23,11 +23,19 @@ PLAIN_FORMATS = ("bf16", "fp16", "fp32")
 
 
 def check(
-    contents: Contents, declared: Declared, inventory: Inventory | None, config: Mapping[str, Any], findings: Findings
+    contents: Contents,
+    declared: Declared,
+    inventory: Inventory | None,
+    config: Mapping[str, Any],
+    findings: Findings,
 ) -> str | None:
     """Run the check of the checkpoint's format; return the artifact that serves it, or None with the reason reported."""
     if contents.format in PLAIN_FORMATS:
-        findings.note("no-artifact", contents.format, f"the weights are {contents.format}; every artifact serves FP8 or FP4")
+        findings.note(
+            "no-artifact",
+            contents.format,
+            f"the weights are {contents.format}; every artifact serves FP8 or FP4",
+        )
         return None
     before = len(findings.problems)
     capability = CAPABILITIES.get(contents.format)
@@ -37,7 +45,11 @@ def check(
                 "unsupported-format",
                 contents.format,
                 f"the format is {contents.format}"
-                + (f" ({show(declared.unserved)})" if declared.unserved not in (None, contents.format) else "")
+                + (
+                    f" ({show(declared.unserved)})"
+                    if declared.unserved not in (None, contents.format)
+                    else ""
+                )
                 + "; no artifact serves it",
             )
         return None
@@ -46,7 +58,11 @@ def check(
 
 
 def k2_compressed_tensors(
-    contents: Contents, declared: Declared, inventory: Inventory | None, config: Mapping[str, Any], findings: Findings
+    contents: Contents,
+    declared: Declared,
+    inventory: Inventory | None,
+    config: Mapping[str, Any],
+    findings: Findings,
 ) -> str:
     """compressed-tensors FP8 in blocks of 128x128, K2-Horizon dense or MoE.
 
@@ -77,7 +93,11 @@ def k2_compressed_tensors(
 
 
 def mova_fp8(
-    contents: Contents, declared: Declared, inventory: Inventory | None, config: Mapping[str, Any], findings: Findings
+    contents: Contents,
+    declared: Declared,
+    inventory: Inventory | None,
+    config: Mapping[str, Any],
+    findings: Findings,
 ) -> str:
     """``quant_method: fp8`` in blocks of 128x128: MoVA, routed experts and nothing else.
 
@@ -116,14 +136,20 @@ def mova_fp8(
 
 
 def qwen_mixed(
-    contents: Contents, declared: Declared, inventory: Inventory | None, config: Mapping[str, Any], findings: Findings
+    contents: Contents,
+    declared: Declared,
+    inventory: Inventory | None,
+    config: Mapping[str, Any],
+    findings: Findings,
 ) -> str:
     """ModelOpt MIXED_PRECISION with a per-layer map on Qwen3.6-MoE: FP8 and W4A16 NVFP4, groups of 16."""
     _architecture(config, QWEN_ARCHITECTURES, contents, findings)
     for key, scheme in (declared.layer_map or {}).items():
         if scheme is None or scheme.name not in _MIXED_SCHEMES:
             name = scheme.name if scheme else "an algorithm of another kind"
-            findings.problem("unsupported-scope", key[:200], f"{show(key)} is {name}; the artifact serves FP8 and NVFP4")
+            findings.problem(
+                "unsupported-scope", key[:200], f"{show(key)} is {name}; the artifact serves FP8 and NVFP4"
+            )
     return "qwen3.6-nvfp4"
 
 
@@ -131,7 +157,11 @@ _MIXED_SCHEMES = ("modelopt-fp8", "modelopt-nvfp4", "modelopt-w4a16-nvfp4", "mod
 
 
 def e2m1_k32(
-    contents: Contents, declared: Declared, inventory: Inventory | None, config: Mapping[str, Any], findings: Findings
+    contents: Contents,
+    declared: Declared,
+    inventory: Inventory | None,
+    config: Mapping[str, Any],
+    findings: Findings,
 ) -> str:
     """ModelOpt W4A16 E2M1 weights with E4M3 scales per 32, routed experts only."""
     for klass, scope in contents.scope.items():
@@ -155,7 +185,9 @@ CAPABILITIES: dict[str, Callable[..., str]] = {
 }
 
 
-def _architecture(config: Mapping[str, Any], served: tuple[str, ...], contents: Contents, findings: Findings) -> None:
+def _architecture(
+    config: Mapping[str, Any], served: tuple[str, ...], contents: Contents, findings: Findings
+) -> None:
     names = config.get("architectures")
     if isinstance(names, list) and len(names) == 1 and names[0] in served:
         return
@@ -184,5 +216,7 @@ def _unquantised(contents: Contents, classes: tuple[str, ...], findings: Finding
         scope = contents.scope.get(klass)
         if scope is not None and scope.quantised:
             findings.problem(
-                "unsupported-scope", klass, f"{scope.quantised:,} modules of class {klass} are quantised; none may be"
+                "unsupported-scope",
+                klass,
+                f"{scope.quantised:,} modules of class {klass} are quantised; none may be",
             )

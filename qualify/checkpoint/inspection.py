@@ -166,10 +166,14 @@ def _inventory(result: Inspection) -> inventories.Inventory | None:
 def _kv_cache(result: Inspection) -> None:
     findings, stored = result.findings, result.contents.kv_scales
     if result.declared.kv_cache:
-        findings.note("kv-cache", "kv_cache_scheme", f"the KV cache is declared {result.declared.kv_cache.upper()}")
+        findings.note(
+            "kv-cache", "kv_cache_scheme", f"the KV cache is declared {result.declared.kv_cache.upper()}"
+        )
         if not stored:
             findings.note(
-                "kv-scales-missing", "kv_cache_scheme", "no K/V scales are stored: an FP8 KV cache would run with 1.0"
+                "kv-scales-missing",
+                "kv_cache_scheme",
+                "no K/V scales are stored: an FP8 KV cache would run with 1.0",
             )
     elif stored:
         findings.problem(
@@ -190,10 +194,14 @@ def _side_notes(result: Inspection) -> None:
         findings.note("tokenizer-missing", "tokenizer", "there is no tokenizer")
     if not any(name.startswith("chat_template") for name in present):
         findings.note(
-            "template-missing", "chat_template", "there is no chat_template file (it may be in tokenizer_config.json)"
+            "template-missing",
+            "chat_template",
+            "there is no chat_template file (it may be in tokenizer_config.json)",
         )
     if "generation_config.json" not in present:
-        findings.note("generation-config-missing", "generation_config.json", "there is no generation_config.json")
+        findings.note(
+            "generation-config-missing", "generation_config.json", "there is no generation_config.json"
+        )
     if config.get("model_type") == "k2_horizon" and config.get("num_experts"):
         if PROVENANCE in config and config[PROVENANCE] not in (1, 2):
             findings.problem(
@@ -207,7 +215,9 @@ def _side_notes(result: Inspection) -> None:
                 "numeric contract; the operator declares it, nobody derives it",
             )
     if result.checkpoint.config is not None:
-        declared = config.get("dtype") or config.get("torch_dtype") or inventories.text_config(config).get("dtype")
+        declared = (
+            config.get("dtype") or config.get("torch_dtype") or inventories.text_config(config).get("dtype")
+        )
         if declared != "bfloat16":
             findings.note(
                 "dtype-declared",

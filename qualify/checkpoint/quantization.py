@@ -42,6 +42,10 @@ class Scheme:
     #: other leaf a scale may legally have
     scale_alias: str | None = None
 
+    def __hash__(self) -> int:
+        # Asked once a module, tens of thousands of times; the name tells nearly all schemes apart.
+        return hash(self.name)
+
 
 @dataclass(slots=True)
 class Declared:
@@ -113,7 +117,10 @@ def parse(config: dict[str, Any] | None, hf_quant: dict[str, Any] | None, findin
     config = config or {}
     candidates = []
     for key in ("quantization_config", "compression_config"):
-        for where, holder in (("config.json", config), ("config.json text_config", config.get("text_config"))):
+        for where, holder in (
+            ("config.json", config),
+            ("config.json text_config", config.get("text_config")),
+        ):
             value = holder.get(key) if isinstance(holder, dict) else None
             if value is None:
                 continue
@@ -121,7 +128,9 @@ def parse(config: dict[str, Any] | None, hf_quant: dict[str, Any] | None, findin
                 if value:
                     candidates.append((f"{where} {key}", value))
             else:
-                findings.problem("quantization-malformed", key, f"{key} in {where} is {show(value)}, not an object")
+                findings.problem(
+                    "quantization-malformed", key, f"{key} in {where} is {show(value)}, not an object"
+                )
     if hf_quant is not None:
         candidates.append(("hf_quant_config.json", hf_quant))
     if not candidates:
@@ -136,7 +145,9 @@ def parse(config: dict[str, Any] | None, hf_quant: dict[str, Any] | None, findin
         method = "modelopt"
     if type(method) is not str:
         declared.format = "unknown"
-        findings.problem("quantization-malformed", "quant_method", f"quant_method is {show(method)}, not a name")
+        findings.problem(
+            "quantization-malformed", "quant_method", f"quant_method is {show(method)}, not a name"
+        )
         return declared
     if method in ("compressed-tensors", "compressed_tensors"):
         _compressed_tensors(raw, declared, findings)
@@ -207,7 +218,9 @@ def _compressed_tensors(raw: dict[str, Any], declared: Declared, findings: Findi
             findings.problem("quantization-value", key, f"{key} is {show(value)}; the engine would ignore it")
     status = raw.get("quantization_status", "compressed")
     if status not in ("compressed", None):
-        findings.problem("quantization-value", "quantization_status", f"quantization_status is {show(status)}")
+        findings.problem(
+            "quantization-value", "quantization_status", f"quantization_status is {show(status)}"
+        )
     groups = raw.get("config_groups")
     if groups in (None, {}) and declared.kv_cache:
         declared.format = "bf16"
@@ -220,7 +233,9 @@ def _compressed_tensors(raw: dict[str, Any], declared: Declared, findings: Findi
         formats.append(_ct_group(str(name), group, raw.get("format"), declared, findings))
     if sum(target == "Linear" for target, _ in declared.targets) > 1:
         findings.problem(
-            "quantization-value", "config_groups", 'two groups have the target "Linear"; engines take the last'
+            "quantization-value",
+            "config_groups",
+            'two groups have the target "Linear"; engines take the last',
         )
     declared.format = formats[0] if len(set(formats)) == 1 else "compressed-tensors-mixed"
     if declared.format == "compressed-tensors-mixed":
@@ -244,10 +259,14 @@ def _ct_group(name: str, group: Any, top: Any, declared: Declared, findings: Fin
         findings.problem("quantization-malformed", where, f"{where}.input_activations is {show(activations)}")
         activations = None
     if group.get("output_activations") is not None:
-        findings.problem("quantization-value", where, f"{where}.output_activations is set; no engine honours it")
+        findings.problem(
+            "quantization-value", where, f"{where}.output_activations is set; no engine honours it"
+        )
     targets = group.get("targets")
     if not isinstance(targets, list) or not targets or not all(isinstance(t, str) for t in targets):
-        findings.problem("quantization-malformed", where, f"{where}.targets is {show(targets)}, not a list of names")
+        findings.problem(
+            "quantization-malformed", where, f"{where}.targets is {show(targets)}, not a list of names"
+        )
         targets = []
     label, scheme = _ct_scheme(where, weights, activations, declared, findings)
     for spelled in (group.get("format"), top):
@@ -309,10 +328,14 @@ def _ct_scheme(where: str, weights: dict, activations: dict | None, declared: De
     static = isinstance(activations, dict) and activations.get("dynamic") is False
     scalars = (("input_scale", True),) if static else ()
     if strategy == "tensor":
-        scheme = Scheme("compressed-tensors-fp8-tensor", "fp8-tensor", scale_dtypes=("BF16", "F32"), scalars=scalars)
+        scheme = Scheme(
+            "compressed-tensors-fp8-tensor", "fp8-tensor", scale_dtypes=("BF16", "F32"), scalars=scalars
+        )
         return "compressed-tensors-fp8-tensor", scheme
     if strategy == "channel":
-        scheme = Scheme("compressed-tensors-fp8-channel", "fp8-channel", scale_dtypes=("BF16", "F32"), scalars=scalars)
+        scheme = Scheme(
+            "compressed-tensors-fp8-channel", "fp8-channel", scale_dtypes=("BF16", "F32"), scalars=scalars
+        )
         return "compressed-tensors-fp8-channel", scheme
     if strategy == "group" and group == 32:
         return "compressed-tensors-mxfp8", _mxfp8("compressed-tensors-mxfp8")
@@ -326,7 +349,9 @@ def _ct_fp8_block(where, weights, activations, block, declared: Declared, findin
     for key, value in wanted.items():
         if weights.get(key, value) not in (value, None):
             findings.problem(
-                "quantization-value", where, f"{where}.weights.{key} is {show(weights[key])}; the format has {value}"
+                "quantization-value",
+                where,
+                f"{where}.weights.{key} is {show(weights[key])}; the format has {value}",
             )
     if activations is None:
         declared.unserved = "block FP8 weights without FP8 activations (input_activations is null)"
@@ -350,12 +375,22 @@ def _ct_fp8_block(where, weights, activations, block, declared: Declared, findin
 
 
 def _dense_sparsity(value: Any) -> bool:
-    return isinstance(value, dict) and set(value) <= {"format", "targets", "ignore"} and value.get("format") == "dense"
+    return (
+        isinstance(value, dict)
+        and set(value) <= {"format", "targets", "ignore"}
+        and value.get("format") == "dense"
+    )
 
 
 # ---------------------------------------------------------------- fp8
 
-_FP8_KEYS = {"quant_method", "activation_scheme", "weight_block_size", "ignored_layers", "modules_to_not_convert"}
+_FP8_KEYS = {
+    "quant_method",
+    "activation_scheme",
+    "weight_block_size",
+    "ignored_layers",
+    "modules_to_not_convert",
+}
 _FP8_MEANING = {
     "scale_fmt": "the scales would be rounded to powers of two",
     "fmt": "the code table of the weights",
@@ -367,7 +402,9 @@ def _fp8(raw: dict[str, Any], declared: Declared, findings: Findings) -> None:
     for key, effect in _FP8_MEANING.items():
         if key in raw:
             findings.problem(
-                "quantization-key", key, f"quantization_config has {key} {show(raw[key])}: it changes {effect}"
+                "quantization-key",
+                key,
+                f"quantization_config has {key} {show(raw[key])}: it changes {effect}",
             )
     _unknown(raw, _FP8_KEYS | set(_FP8_MEANING), "quantization_config", findings)
     declared.ignore = _strings(raw, ("ignored_layers", "modules_to_not_convert"), findings)
@@ -383,7 +420,9 @@ def _fp8(raw: dict[str, Any], declared: Declared, findings: Findings) -> None:
     declared.format = "fp8-block"
     if scheme != "dynamic":
         findings.problem(
-            "quantization-value", "activation_scheme", f"activation_scheme is {show(scheme)}; block FP8 has dynamic"
+            "quantization-value",
+            "activation_scheme",
+            f"activation_scheme is {show(scheme)}; block FP8 has dynamic",
         )
     block = _pair(raw["weight_block_size"])
     if block is None:
@@ -396,7 +435,9 @@ def _fp8(raw: dict[str, Any], declared: Declared, findings: Findings) -> None:
     declared.targets = [
         (
             "Linear",
-            Scheme("fp8-block", "fp8-block", scale="weight_scale_inv", scale_dtypes=("F32", "BF16"), block=block),
+            Scheme(
+                "fp8-block", "fp8-block", scale="weight_scale_inv", scale_dtypes=("F32", "BF16"), block=block
+            ),
         )
     ]
 
@@ -468,7 +509,9 @@ def _modelopt(sources: list[dict[str, Any]], declared: Declared, findings: Findi
             and value["weights"].get("group_size") is not None
         ]
         if sizes and any(size != sizes[0] for size in sizes):
-            findings.problem("quantization-value", "config_groups", f"groups differ in group_size: {show(sizes)}")
+            findings.problem(
+                "quantization-value", "config_groups", f"groups differ in group_size: {show(sizes)}"
+            )
         group = sizes[0] if sizes else None
     scheme = _algorithm(algorithm, group, "quant_algo", findings)
     declared.targets = [("Linear", scheme)] if scheme else []
@@ -515,7 +558,9 @@ def _mixed(merged: dict, groups: dict, declared: Declared, findings: Findings) -
 def _algorithm(algorithm: Any, group: Any, subject: str, findings: Findings) -> Scheme | None:
     """The scheme of a ModelOpt ``quant_algo``; unknown names are a defect, known other ones give None."""
     if group is not None and (type(group) is not int or not 0 < group <= 1024):
-        findings.problem("quantization-value", subject[:200], f"group_size of {show(subject)} is {show(group)}")
+        findings.problem(
+            "quantization-value", subject[:200], f"group_size of {show(subject)} is {show(group)}"
+        )
         group = None
     if algorithm == "FP8":
         return Scheme("modelopt-fp8", "fp8-tensor", scalars=(("input_scale", True),))
@@ -533,7 +578,9 @@ def _algorithm(algorithm: Any, group: Any, subject: str, findings: Findings) -> 
         if weight_only and group == 32:
             name = "e2m1-k32"
         else:
-            name = ("modelopt-w4a16-nvfp4" if weight_only else "modelopt-nvfp4") + ("" if group == 16 else f"-k{group}")
+            name = ("modelopt-w4a16-nvfp4" if weight_only else "modelopt-nvfp4") + (
+                "" if group == 16 else f"-k{group}"
+            )
         scalars = (("weight_scale_2", True), ("input_scale", not weight_only))
         return Scheme(name, "fp4", dtype="U8", scale_dtypes=(FP8,), group=group, scalars=scalars)
     if algorithm == "MXFP8":
@@ -543,7 +590,9 @@ def _algorithm(algorithm: Any, group: Any, subject: str, findings: Findings) -> 
     if type(algorithm) is str and algorithm in _MODELOPT_OTHER:
         return None
     findings.problem(
-        "algorithm-unknown", subject[:200], f"the quant_algo of {show(subject)} is {show(algorithm)}, which nobody knows"
+        "algorithm-unknown",
+        subject[:200],
+        f"the quant_algo of {show(subject)} is {show(algorithm)}, which nobody knows",
     )
     return None
 
@@ -555,10 +604,14 @@ def _flatten(source: dict[str, Any], findings: Findings) -> dict[str, Any]:
     if inner is None:
         return source
     if not isinstance(inner, dict):
-        findings.problem("quantization-malformed", "quantization", f"quantization is {show(inner)}, not an object")
+        findings.problem(
+            "quantization-malformed", "quantization", f"quantization is {show(inner)}, not an object"
+        )
         return source
     if "quantization" in inner:
-        findings.problem("quantization-malformed", "quantization", "quantization is nested twice; engines read no map")
+        findings.problem(
+            "quantization-malformed", "quantization", "quantization is nested twice; engines read no map"
+        )
         return inner
     _unknown(inner, _MODELOPT_KEYS, "quantization_config.quantization", findings)
     return {**{key: value for key, value in source.items() if key != "quantization"}, **inner}
@@ -613,6 +666,7 @@ def _statement(source: dict[str, Any], keys: tuple[str, ...]) -> Any:
 
 # ---------------------------------------------------------------- shared
 
+
 def _mxfp4(name: str, weight: str = "weight") -> Scheme:
     return Scheme(name, "fp4", weight=weight, dtype="U8", scale_dtypes=("U8", "F8_E8M0"), group=32)
 
@@ -634,7 +688,9 @@ def _kv_scheme(value: Any, findings: Findings) -> str | None:
         if value.get("num_bits") == 8 and value.get("type") == "float":
             return "fp8"
     findings.problem(
-        "quantization-value", "kv_cache_scheme", f"the KV cache scheme is {show(value)}; engines would read it as FP8"
+        "quantization-value",
+        "kv_cache_scheme",
+        f"the KV cache scheme is {show(value)}; engines would read it as FP8",
     )
     return "unknown"
 
@@ -643,7 +699,9 @@ def _unknown(mapping: dict[str, Any], known: set[str], where: str, findings: Fin
     for key in mapping:
         if key not in known:
             findings.problem(
-                "quantization-key", key[:200], f"{where} has the unknown key {show(key)} {show(mapping[key], 60)}"
+                "quantization-key",
+                key[:200],
+                f"{where} has the unknown key {show(key)} {show(mapping[key], 60)}",
             )
 
 
@@ -663,7 +721,11 @@ def _strings(raw: dict[str, Any], keys: tuple[str, ...], findings: Findings) -> 
 
 
 def _pair(value: Any) -> tuple[int, int] | None:
-    if isinstance(value, list) and len(value) == 2 and all(type(item) is int and 0 < item <= 1 << 20 for item in value):
+    if (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(type(item) is int and 0 < item <= 1 << 20 for item in value)
+    ):
         return value[0], value[1]
     return None
 

@@ -59,7 +59,11 @@ def decode(raw: bytes, dtype: str, exponent_only: bool = False) -> list[float]:
         return [float(code) for code in raw]
     if dtype == "BF16":
         patterns = struct.unpack(f"<{len(raw) // 2}H", raw)
-        return list(struct.unpack(f"<{len(patterns)}f", struct.pack(f"<{len(patterns)}I", *(p << 16 for p in patterns))))
+        return list(
+            struct.unpack(
+                f"<{len(patterns)}f", struct.pack(f"<{len(patterns)}I", *(p << 16 for p in patterns))
+            )
+        )
     code = {"F32": "f", "F16": "e", "F64": "d"}[dtype]
     return list(struct.unpack(f"<{len(raw) // struct.calcsize(code)}{code}", raw))
 
@@ -212,7 +216,9 @@ def _kv_shape(tensor: Tensor, findings: Findings) -> None:
     count = math.prod(tensor.shape)
     if count != 1:
         findings.problem(
-            "kv-scale-shape", tensor.name, f"{show(tensor.name)} has shape {list(tensor.shape)}, not one value"
+            "kv-scale-shape",
+            tensor.name,
+            f"{show(tensor.name)} has shape {list(tensor.shape)}, not one value",
         )
 
 
@@ -226,7 +232,9 @@ def check_kv(contents: Contents, paths: dict[str, str], findings: Findings) -> N
             for value in decode(raw[: len(raw) // 4 * 4], "F32"):
                 if math.isfinite(value) and value * 2 > 3.4028234663852886e38:
                     findings.problem(
-                        "kv-scale-overflow", tensor.name, f"{show(tensor.name)} is {value:g}: twice that overflows F32"
+                        "kv-scale-overflow",
+                        tensor.name,
+                        f"{show(tensor.name)} is {value:g}: twice that overflows F32",
                     )
                     break
 

@@ -32,18 +32,18 @@ class Topology:
 
     def as_dict(self) -> dict[str, Any]:
         """The pair as it stands in the JSON report."""
-        return {"tp": self.tp, "ep": self.ep, "works": not self.reasons, "why": "; ".join(self.reasons) or None}
+        return {
+            "tp": self.tp,
+            "ep": self.ep,
+            "works": not self.reasons,
+            "why": "; ".join(self.reasons) or None,
+        }
 
 
 def candidates(contents: Contents, config: Mapping[str, Any]) -> list[Topology]:
     """All pairs of powers of two up to 16, with the reasons against each."""
     experts = _experts(contents, config)
-    return [
-        check(contents, config, tp, ep)
-        for tp in TP
-        for ep in TP
-        if ep <= tp and (ep == 1 or experts)
-    ]
+    return [check(contents, config, tp, ep) for tp in TP for ep in TP if ep <= tp and (ep == 1 or experts)]
 
 
 def check(contents: Contents, config: Mapping[str, Any], tp: int, ep: int) -> Topology:
@@ -72,7 +72,9 @@ def check(contents: Contents, config: Mapping[str, Any], tp: int, ep: int) -> To
     for klass, last, rows, columns, scheme in contents.signatures:
         if klass in ("router", "vision", "embedding", "mtp", "value_expert"):
             continue
-        ways, label = (moe_tp, f"TP {tp} / EP {ep} = {moe_tp}") if klass == "routed_expert" else (tp, f"TP {tp}")
+        ways, label = (
+            (moe_tp, f"TP {tp} / EP {ep} = {moe_tp}") if klass == "routed_expert" else (tp, f"TP {tp}")
+        )
         if ways > 1:
             reason = _split(klass, last, rows, columns, scheme, ways, label, kv_heads)
             if reason:
@@ -81,7 +83,14 @@ def check(contents: Contents, config: Mapping[str, Any], tp: int, ep: int) -> To
 
 
 def _split(
-    klass: str, last: str, rows: int, columns: int, scheme: Scheme | None, ways: int, label: str, kv_heads: int
+    klass: str,
+    last: str,
+    rows: int,
+    columns: int,
+    scheme: Scheme | None,
+    ways: int,
+    label: str,
+    kv_heads: int,
 ) -> str | None:
     """The reason why one kind of module cannot be split ``ways`` ways, or None."""
     by_columns = last in _COLUMNS

@@ -117,7 +117,9 @@ def _bounded(config: Mapping[str, Any], per_layer: Iterable[str]) -> None:
         sizes.append(value)
     layers, *experts = sizes
     if layers * (16 + 4 * sum(experts)) > MAX_MODULES:
-        raise Rejected(f"config.json promises {layers} layers and {sum(experts)} experts a layer; no model has as many")
+        raise Rejected(
+            f"config.json promises {layers} layers and {sum(experts)} experts a layer; no model has as many"
+        )
 
 
 def _k2_horizon(config: Mapping[str, Any], tensors: Iterable[str]) -> Inventory:

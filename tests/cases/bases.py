@@ -13,7 +13,18 @@ from pathlib import Path
 from typing import Any
 
 DATA = Path(__file__).resolve().parent.parent / "data"
-BITS = {"F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "U8": 8, "I8": 8, "BF16": 16, "F16": 16, "F32": 32, "I32": 32, "F64": 64}
+BITS = {
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "U8": 8,
+    "I8": 8,
+    "BF16": 16,
+    "F16": 16,
+    "F32": 32,
+    "I32": 32,
+    "F64": 64,
+}
 #: one element of each dtype, for scales that are fine
 ONE = {
     "F32": struct.pack("<f", 1.0),
@@ -53,7 +64,11 @@ def header_bytes(tensors: dict[str, T], metadata: dict[str, str] | None = None) 
         size = BITS[tensor.dtype] // 8
         for extent in tensor.shape:
             size *= extent
-        document[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [position, position + size]}
+        document[name] = {
+            "dtype": tensor.dtype,
+            "shape": tensor.shape,
+            "data_offsets": [position, position + size],
+        }
         position += size
     body = json.dumps(document, separators=(",", ":")).encode()
     body += b" " * (-len(body) % 8)
@@ -119,7 +134,9 @@ class Base:
         return directory
 
 
-def fp8(tensors: dict[str, T], name: str, rows: int, columns: int, leaf: str = "weight_scale", dtype: str = "F32"):
+def fp8(
+    tensors: dict[str, T], name: str, rows: int, columns: int, leaf: str = "weight_scale", dtype: str = "F32"
+):
     """Add one block-quantised linear."""
     tensors[f"{name}.weight"] = T("F8_E4M3", [rows, columns])
     tensors[f"{name}.{leaf}"] = T(dtype, [-(-rows // 128), -(-columns // 128)])
@@ -272,7 +289,11 @@ def b1_dense(dtype: str = "F32") -> Base:
 def b0_moe(width: int = 256, experts: int = 4) -> Base:
     """The shape of the 375B: compressed-tensors, routed experts only, first layer dense."""
     base = b1(width, experts)
-    keep = {name: t for name, t in base.tensors.items() if not any(x in name for x in (".v_router", ".v_experts", "self_attn.gate_proj"))}
+    keep = {
+        name: t
+        for name, t in base.tensors.items()
+        if not any(x in name for x in (".v_router", ".v_experts", "self_attn.gate_proj"))
+    }
     tensors = {
         name.replace("weight_scale_inv", "weight_scale"): T("BF16", t.shape) if "weight_scale" in name else t
         for name, t in keep.items()
@@ -292,7 +313,9 @@ def b0_moe(width: int = 256, experts: int = 4) -> Base:
     return base
 
 
-def nvfp4(tensors: dict[str, T], name: str, rows: int, columns: int, group: int = 16, input_scale: bool = True):
+def nvfp4(
+    tensors: dict[str, T], name: str, rows: int, columns: int, group: int = 16, input_scale: bool = True
+):
     """Add one ModelOpt FP4 linear."""
     tensors[f"{name}.weight"] = T("U8", [rows, columns // 2])
     tensors[f"{name}.weight_scale"] = T("F8_E4M3", [rows, columns // group])
@@ -433,7 +456,13 @@ def e2m1(layers: int = 1, experts: int = 2) -> Base:
             "config_groups": {
                 "group_0": {
                     "targets": ["Linear"],
-                    "weights": {"num_bits": 4, "type": "float", "group_size": 32, "dynamic": False, "symmetric": True},
+                    "weights": {
+                        "num_bits": 4,
+                        "type": "float",
+                        "group_size": 32,
+                        "dynamic": False,
+                        "symmetric": True,
+                    },
                     "input_activations": None,
                     "output_activations": None,
                 }
@@ -450,7 +479,9 @@ def published(name: str) -> dict[str, Any]:
     return json.loads((DATA / f"{name}.config.json").read_text())
 
 
-def write_headers_only(directory: Path, shards: dict[str, dict[str, T]], config: bytes, index: bool = True) -> Path:
+def write_headers_only(
+    directory: Path, shards: dict[str, dict[str, T]], config: bytes, index: bool = True
+) -> Path:
     """Shards with true headers and sparse, unwritten data: full-size checkpoints in no space."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_bytes(config)
