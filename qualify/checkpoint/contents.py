@@ -135,6 +135,8 @@ class Checker:
         self._missing: dict[str, list[str]] = {}
         self._plain_mtp: list[str] = []
         self._said: set[tuple[str, str]] = set()
+        self._stored_quantised: set[str] = set()
+        self._good: set[tuple[Any, ...]] = set()
 
     def run(self, weight_map: dict[str, str] | None, unreadable: set[str], nextn: int = 0) -> None:
         """Check everything. ``unreadable`` shards excuse the tensors that the index puts there."""
@@ -246,6 +248,7 @@ class Checker:
         """A declaration without quantised weights, or quantised weights without a declaration: one problem."""
         declared, contents = self.declared, self.contents
         quantised = [name for name, leaves in contents.modules.items() if is_quantised(leaves)]
+        self._stored_quantised = set(quantised)
         weights = [leaves["weight"] for leaves in contents.modules.values() if "weight" in leaves]
         declares = bool(declared.targets or declared.layer_map)
         contents.format = declared.format
@@ -293,20 +296,26 @@ class Checker:
         return self.declared.scheme(name, linear)
 
     def _promised(self, name: str, entries: list[Promised], leaves: dict[str, Tensor] | None) -> None:
-        extra = set(leaves or ())
+        if leaves is None:
+            self._absent(name, entries)
+            return
+        consumed: set[str] = set()
+        for promised in entries:
+            consumed |= self._module(name, promised, self._scheme(name, promised), leaves)
+        if not consumed >= leaves.keys():
+            for leaf in sorted(leaves.keys() - consumed):
+                self._extra(name, leaf, leaves[leaf])
+
+    def _absent(self, name: str, entries: list[Promised]) -> None:
+        """Note every tensor of a module none of which is stored."""
         for promised in entries:
             scheme = self._scheme(name, promised)
-            if leaves is None:
-                tensors = [promised.leaf if scheme is None else scheme.weight]
-                if scheme is not None:
-                    tensors += [scheme.scale, *(leaf for leaf, needed in scheme.scalars if needed)]
-                if promised.bias:
-                    tensors.append("bias")
-                self._missing.setdefault(name, []).extend(tensors)
-                continue
-            extra -= self._module(name, promised, scheme, leaves)
-        for leaf in sorted(extra):
-            self._extra(name, leaf, leaves[leaf])
+            tensors = [promised.leaf if scheme is None else scheme.weight]
+            if scheme is not None:
+                tensors += [scheme.scale, *(leaf for leaf, needed in scheme.scalars if needed)]
+            if promised.bias:
+                tensors.append("bias")
+            self._missing.setdefault(name, []).extend(tensors)
 
     def _extra(self, name: str, leaf: str, tensor: Tensor) -> None:
         plain = not is_quantised(self.contents.modules[name])
@@ -328,8 +337,10 @@ class Checker:
     ) -> set[str]:
         """Check one stored module; return the leaves that belong to it."""
         consumed: set[str] = set()
-        klass = self.contents.scope.setdefault(promised.klass, ClassScope())
-        quantised = is_quantised(leaves)
+        klass = self.contents.scope.get(promised.klass)
+        if klass is None:
+            klass = self.contents.scope[promised.klass] = ClassScope()
+        quantised = name in self._stored_quantised
         if promised.bias:
             bias = leaves.get("bias")
             consumed.add("bias")
@@ -341,6 +352,8 @@ class Checker:
                 self._dtype_problem(bias, promised.dtypes)
         if scheme is None:
             consumed |= self._plain(name, promised, leaves, quantised)
+        elif self._as_before(promised, scheme, leaves):
+            consumed |= leaves.keys()
         else:
             consumed |= self._quantised(name, promised, scheme, leaves, quantised)
         weight = leaves.get("weight_packed") or leaves.get(promised.leaf) or leaves.get("weight")
@@ -361,6 +374,36 @@ class Checker:
                 )
                 self.contents.signatures[signature] += 1
         return consumed
+
+    def _as_before(self, promised: Promised, scheme: Scheme, leaves: dict[str, Tensor]) -> bool:
+        """True when this weight and scale look like ones already found good: most experts do."""
+        weight, scale = leaves.get(scheme.weight), leaves.get(scheme.scale)
+        if weight is None or scale is None or len(leaves) != 2 or not scheme.block:
+            return False
+        if scale.dtype == "BF16" and scheme.scale == "weight_scale_inv":
+            return False  # noted one by one
+        key = (
+            scheme.name,
+            promised.shape,
+            scheme.block,
+            scale.dtype,
+            scale.shape,
+            weight.dtype,
+            weight.shape,
+        )
+        if key in self._good:
+            return True
+        if (
+            weight.dtype == scheme.dtype
+            and weight.shape == promised.shape
+            and scale.dtype in scheme.scale_dtypes
+            and scale.shape == _scale_shapes(scheme, promised.shape)[0]
+            and not any(
+                extent % block for extent, block in zip(promised.shape[-2:], scheme.block, strict=True)
+            )
+        ):
+            self._good.add(key)
+        return key in self._good
 
     def _plain(self, name: str, promised: Promised, leaves: dict[str, Tensor], quantised: bool) -> set[str]:
         weight = leaves.get(promised.leaf)
