@@ -29,6 +29,7 @@ SCALE_LEAVES = frozenset(
         "input_global_scale",
     }
 )
+_BAD_ENTRY = ("tensor-entry", "tensor-dtype-unknown", "tensor-shape-absurd", "tensor-size")
 KV_LEAVES = frozenset({"k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale"})
 #: last part of a projection inside a fused set -> the name of the set
 _FUSED_OF = {part: fused for fused, parts in FUSED.items() for part in parts}
@@ -137,10 +138,18 @@ class Checker:
         self._said: set[tuple[str, str]] = set()
         self._stored_quantised: set[str] = set()
         self._good: set[tuple[Any, ...]] = set()
+        self._drafts = range(0)
 
-    def run(self, weight_map: dict[str, str] | None, unreadable: set[str], nextn: int = 0) -> None:
-        """Check everything. ``unreadable`` shards excuse the tensors that the index puts there."""
-        reported = {problem.subject for problem in self.findings.problems}
+    def run(
+        self, weight_map: dict[str, str] | None, unreadable: set[str], layers: int = 0, nextn: int = 0
+    ) -> None:
+        """Check everything. ``unreadable`` shards excuse the tensors that the index puts there.
+
+        Layers from number ``layers`` on, ``nextn`` of them, are draft (MTP) layers.
+        """
+        self._drafts = range(layers, layers + nextn) if layers else range(0)
+        # A tensor whose header entry is unusable has its own problem; it is not absent as well.
+        reported = {problem.subject for problem in self.findings.problems if problem.code in _BAD_ENTRY}
         if weight_map is not None:
             self.excused = lambda name: name in reported or weight_map.get(name) in unreadable
         elif unreadable:
@@ -162,7 +171,7 @@ class Checker:
             self._promised(name, entries, stored.get(name))
         for name in stored:
             if name not in promised:
-                self._unpromised(name, stored[name], nextn)
+                self._unpromised(name, stored[name])
         self._report_missing(promised)
         self._uniform()
         self._notes()
@@ -560,22 +569,16 @@ class Checker:
 
     # ------------------------------------------------------------ modules that no inventory promises
 
-    def _unpromised(self, name: str, leaves: dict[str, Tensor], nextn: int) -> None:
+    def _unpromised(self, name: str, leaves: dict[str, Tensor]) -> None:
         klass = module_class(name)
         inventory = self.inventory
         layer = layer_of(name)
-        if (
-            inventory is not None
-            and layer is not None
-            and klass not in ("mtp", "vision")
-            and layer >= inventory.layers
-        ):
-            if layer < inventory.layers + nextn:
+        if layer is not None and klass not in ("mtp", "vision"):
+            if layer in self._drafts:
                 klass = "mtp"
-            else:
-                self._beyond(
-                    "layer-beyond-config", f"layer {layer}", name, f"the config has {inventory.layers} layers"
-                )
+            elif inventory is not None and layer >= inventory.layers:
+                why = f"the config has {inventory.layers} layers"
+                self._beyond("layer-beyond-config", f"layer {layer}", name, why)
                 return
         if klass == "mtp":
             self.contents.mtp["modules"] = self.contents.mtp.get("modules", 0) + 1

@@ -47,6 +47,7 @@ MAX_HEADER = strictjson.MAX_BYTES
 MAX_RANK = 8
 MAX_NAME = 512
 _KEYS = {"dtype", "shape", "data_offsets"}
+_PICKLE_PROTOCOLS = (b"\x02", b"\x03", b"\x04", b"\x05")
 _LFS = b"version https://git-lfs"
 
 
@@ -128,6 +129,10 @@ def _plausible(prefix: bytes, length: int, header: Header, findings: Findings) -
         what = "a Git LFS pointer" if mistaken == "lfs-pointer" else "a web page"
         findings.problem(mistaken, shard, f"{name} ({size:,} bytes) is {what}, not a safetensors file")
         return False
+    archive = prefix.startswith(b"PK\x03\x04") or (prefix[:1] == b"\x80" and prefix[1:2] in _PICKLE_PROTOCOLS)
+    if archive and prefix[8:9] != b"{":
+        findings.problem("pickle-weights", shard, f"{name} is a pickle checkpoint under another name")
+        return False
     if size < 8:
         findings.problem("header-truncated", shard, f"{name} has {size} bytes, less than a header length")
         return False
@@ -135,8 +140,7 @@ def _plausible(prefix: bytes, length: int, header: Header, findings: Findings) -
         findings.problem(
             "header-oversized",
             shard,
-            f"{name} claims a header of {length:,} bytes, above the format's limit of {MAX_HEADER:,}"
-            + ("; it looks like a zip archive (a pickle checkpoint)" if prefix.startswith(b"PK") else ""),
+            f"{name} claims a header of {length:,} bytes, above the format's limit of {MAX_HEADER:,}",
         )
         return False
     if 8 + length > size:

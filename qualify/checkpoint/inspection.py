@@ -122,9 +122,11 @@ def _inspect(directory: str | Path, headers_only: bool, revision: str | None, we
     result.contents = contents_module.group(tensor for header in result.headers for tensor in header.tensors)
     inventory = _inventory(result)
     unreadable = {header.shard for header in result.headers if not header.readable} | set(checkpoint.absent)
-    nextn = result.config.get("num_nextn_predict_layers")
+    text = inventories.text_config(result.config)
+    counts = [text.get(key) for key in ("num_hidden_layers", "num_nextn_predict_layers")]
+    layers, nextn = (count if type(count) is int and 0 <= count < 1 << 20 else 0 for count in counts)
     checker = contents_module.Checker(result.contents, result.declared, inventory, findings)
-    checker.run(checkpoint.weight_map, unreadable, nextn if type(nextn) is int else 0)
+    checker.run(checkpoint.weight_map, unreadable, layers, nextn)
     _kv_cache(result)
     if checkpoint.config is not None and result.headers:
         result.artifact = formats.check(result.contents, result.declared, inventory, result.config, findings)
