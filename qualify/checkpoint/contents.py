@@ -139,6 +139,7 @@ class Checker:
         self._stored_quantised: set[str] = set()
         self._good: set[tuple[Any, ...]] = set()
         self._drafts = range(0)
+        self._complete = True
 
     def run(
         self, weight_map: dict[str, str] | None, unreadable: set[str], layers: int = 0, nextn: int = 0
@@ -148,6 +149,7 @@ class Checker:
         Layers from number ``layers`` on, ``nextn`` of them, are draft (MTP) layers.
         """
         self._drafts = range(layers, layers + nextn) if layers else range(0)
+        self._complete = not unreadable
         # A tensor whose header entry is unusable has its own problem; it is not absent as well.
         reported = {problem.subject for problem in self.findings.problems if problem.code in _BAD_ENTRY}
         if weight_map is not None:
@@ -261,16 +263,15 @@ class Checker:
         weights = [leaves["weight"] for leaves in contents.modules.values() if "weight" in leaves]
         declares = bool(declared.targets or declared.layer_map)
         contents.format = declared.format
-        if declares and not quantised and weights:
+        if declares and not quantised and weights and self._complete:
             contents.format = _plain_format(weights)
             self.believe = False
-            if not any(self.excused(tensor.name) for tensor in weights[:1]):
-                self.findings.problem(
-                    "declared-not-stored",
-                    "quantization_config",
-                    f"{declared.origin} declares {declared.format}, and none of the {len(weights):,} weights is stored "
-                    f"quantised (they are {_plain_format(weights)})",
-                )
+            self.findings.problem(
+                "declared-not-stored",
+                "quantization_config",
+                f"{declared.origin} declares {declared.format}, and none of the {len(weights):,} weights is "
+                f"stored quantised (they are {contents.format})",
+            )
         elif not declares and quantised and declared.unserved is None:
             first = contents.modules[quantised[0]]
             if any(
@@ -581,9 +582,9 @@ class Checker:
                 self._beyond("layer-beyond-config", f"layer {layer}", name, why)
                 return
         if klass == "mtp":
-            self.contents.mtp["modules"] = self.contents.mtp.get("modules", 0) + 1
-            key = "quantised" if is_quantised(leaves) else "unquantised"
-            self.contents.mtp[key] = self.contents.mtp.get(key, 0) + 1
+            mtp = self.contents.mtp or {"quantised": 0, "unquantised": 0}
+            mtp["quantised" if is_quantised(leaves) else "unquantised"] += 1
+            self.contents.mtp = mtp
         if inventory is None or klass in inventory.skipped or klass == "mtp":
             self._guess(name, klass, leaves)
             return
@@ -787,7 +788,7 @@ class Checker:
             findings.note(
                 "mtp",
                 "mtp",
-                f"draft (MTP) modules: {mtp.get('quantised', 0)} quantised, {mtp.get('unquantised', 0)} not",
+                f"draft (MTP) modules: {mtp['quantised']} quantised, {mtp['unquantised']} not",
             )
         if self.declared.rule == "compressed-tensors" and self.inventory is not None and self.declared.linear:
             routers = [

@@ -46,7 +46,7 @@ class Checkpoint:
     weight_map: dict[str, str] | None = None
     total_size: int | None = None
     shards: list[str] = field(default_factory=list)
-    #: shards that the index names and the directory lacks
+    #: shards that the index names and the directory lacks, or that are unusable links
     absent: list[str] = field(default_factory=list)
 
 
@@ -289,6 +289,7 @@ def _choose_shards(checkpoint: Checkpoint, findings: Findings) -> None:
             checkpoint.shards, strays = strays, []
     else:
         checkpoint.shards, strays = present, []
+        checkpoint.absent = sorted(name for name in reported if name.endswith(WEIGHTS))
         if len(present) > 1 and INDEX not in reported:
             if INDEX not in checkpoint.files:
                 findings.problem(

@@ -128,7 +128,7 @@ def _inspect(directory: str | Path, headers_only: bool, revision: str | None, we
     checker = contents_module.Checker(result.contents, result.declared, inventory, findings)
     checker.run(checkpoint.weight_map, unreadable, layers, nextn)
     _kv_cache(result)
-    if checkpoint.config is not None and result.headers:
+    if checkpoint.config is not None and result.contents.modules:
         result.artifact = formats.check(result.contents, result.declared, inventory, result.config, findings)
     result.topologies = topology.candidates(result.contents, result.config)
     if headers_only:

@@ -111,17 +111,16 @@ def derive(config: Mapping[str, Any], tensors: Iterable[str]) -> Inventory | Non
 
 
 def _bounded(config: Mapping[str, Any], per_layer: Iterable[str]) -> None:
-    sizes = []
+    sizes = {}
     for key in ("num_hidden_layers", *per_layer):
         value = config.get(key, 0)
         if type(value) is not int or value < 0:
             raise Rejected(f"config.json {key} must be an integer of at least 0, got {value!r:.60}")
-        sizes.append(value)
-    layers, *experts = sizes
-    if layers * (16 + 4 * sum(experts)) > MAX_MODULES:
-        raise Rejected(
-            f"config.json promises {layers} layers and {sum(experts)} experts a layer; no model has as many"
-        )
+        sizes[key] = value
+    layers = sizes["num_hidden_layers"]
+    if layers * (16 + 4 * (sum(sizes.values()) - layers)) > MAX_MODULES:
+        told = ", ".join(f"{key} {value}" for key, value in sizes.items())
+        raise Rejected(f"config.json promises more modules than any model has: {told}")
 
 
 def _k2_horizon(config: Mapping[str, Any], tensors: Iterable[str]) -> Inventory:

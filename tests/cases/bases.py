@@ -95,6 +95,10 @@ class Base:
     def quantization(self) -> dict[str, Any]:
         return self.config["quantization_config"]
 
+    @quantization.setter
+    def quantization(self, value: dict[str, Any]) -> None:
+        self.config["quantization_config"] = value
+
     def copy(self) -> Base:
         return copy.deepcopy(self)
 

@@ -58,6 +58,7 @@ def rewrite_header(path: Path, change) -> None:
     length = int.from_bytes(raw[:8], "little")
     document = json.loads(raw[8 : 8 + length])
     data = raw[8 + length :]
-    document = change(document) or document
+    changed = change(document)
+    document = document if changed is None else changed
     body = document if isinstance(document, bytes) else json.dumps(document, separators=(",", ":")).encode()
     path.write_bytes(struct.pack("<Q", len(body)) + body + data)
