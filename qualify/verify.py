@@ -34,24 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the outcome; 0 every catalogued file is there and right, 1 not so, 2 cannot run."""
-    if args.workers is not None and args.workers < 1:
-        raise Rejected("--workers must be at least 1")
-    findings = Findings()
-    checkpoint = files.open_checkpoint(args.directory, findings)
-    artifacts = catalogue.load(Path(args.recipes) if args.recipes else None)
-    entry = _entry(checkpoint, artifacts, args.repository)
-    if entry is None or not entry.files:
-        what = args.repository or "a checkpoint with this config"
-        unpinned = ", ".join(
-            e.repository for a in artifacts.values() for e in catalogue.unpinned(a) if e.repository
-        )
-        raise Rejected(
-            f"the catalogue has no digests for {show(what)} (unpinned: {unpinned}); name the entry with --repository, or "
-            "run pin and have the proposal reviewed"
-        )
-    outcome = verify(
-        checkpoint, entry, findings, Journal(None if args.fresh else journal_path(checkpoint.root)), args
-    )
+    try:
+        findings, entry, outcome = _outcome(args)
+    except (CannotRun, Rejected) as error:
+        if args.json:
+            verdict = "cannot-run" if isinstance(error, CannotRun) else "rejected"
+            print(json.dumps({"verdict": verdict, "reason": str(error), "problems": []}, indent=1))
+        raise
     if args.json:
         print(json.dumps(outcome, indent=1))
     else:
@@ -61,8 +50,31 @@ def run(args: argparse.Namespace) -> int:
     return 0 if outcome["verdict"] == "accepted" else 1
 
 
+def _outcome(args: argparse.Namespace) -> tuple[Findings, catalogue.Entry, dict[str, Any]]:
+    if args.workers is not None and args.workers < 1:
+        raise Rejected("--workers must be at least 1")
+    findings = Findings()
+    checkpoint = files.open_checkpoint(args.directory, findings)
+    artifacts = catalogue.load(Path(args.recipes) if args.recipes else None)
+    entry = _entry(checkpoint, artifacts, args.repository)
+    if entry is None or not entry.files:
+        what = args.repository or "a checkpoint with this config"
+        entries = [entry for artifact in artifacts.values() for entry in catalogue.unpinned(artifact)]
+        unpinned = ", ".join(entry.repository for entry in entries if entry.repository)
+        raise Rejected(
+            f"the catalogue has no digests for {show(what)} (unpinned: {unpinned}); name the entry with "
+            "--repository, or run pin and have the proposal reviewed"
+        )
+    journal = Journal(None if args.fresh else journal_path(checkpoint.root))
+    return findings, entry, verify(checkpoint, entry, findings, journal, args.workers)
+
+
 def verify(
-    checkpoint: files.Checkpoint, entry: catalogue.Entry, findings: Findings, journal: Journal, args: Any
+    checkpoint: files.Checkpoint,
+    entry: catalogue.Entry,
+    findings: Findings,
+    journal: Journal,
+    workers: int | None,
 ) -> dict[str, Any]:
     """Hash all files and compare. Files that the catalogue lists must be there and equal; weights must be listed."""
     listed = {file.name: file for file in entry.files}
@@ -83,7 +95,7 @@ def verify(
     paths = {name: checkpoint.files[name][0] for name in listed if name in checkpoint.files}
     began = time.monotonic()
     try:
-        found = digests(paths, journal, _progress(), args.workers)
+        found = digests(paths, journal, _progress(), workers)
     except OSError as error:
         raise CannotRun(f"cannot read {show(str(error.filename))}: {error.strerror}") from None
     for name, digest in sorted(found.items()):

@@ -152,7 +152,7 @@ class Checker:
         self._complete = not unreadable
         # A tensor whose header entry is unusable has its own problem; it is not absent as well.
         reported = {problem.subject for problem in self.findings.problems if problem.code in _BAD_ENTRY}
-        if weight_map is not None:
+        if weight_map is not None and "" not in unreadable:
             self.excused = lambda name: name in reported or weight_map.get(name) in unreadable
         elif unreadable:
             self.excused = lambda name: True

@@ -122,6 +122,8 @@ def _inspect(directory: str | Path, headers_only: bool, revision: str | None, we
     result.contents = contents_module.group(tensor for header in result.headers for tensor in header.tensors)
     inventory = _inventory(result)
     unreadable = {header.shard for header in result.headers if not header.readable} | set(checkpoint.absent)
+    if not result.headers:
+        unreadable.add("")  # without any shard nothing is missing in particular
     text = inventories.text_config(result.config)
     counts = [text.get(key) for key in ("num_hidden_layers", "num_nextn_predict_layers")]
     layers, nextn = (count if type(count) is int and 0 <= count < 1 << 20 else 0 for count in counts)

@@ -142,14 +142,12 @@ NOTES = {
     "no-inventory": "No inventory for this architecture: headers were compared with the index and the format only.",
     "no-artifact": "No artifact serves unquantised weights.",
     "scales-not-read": "Scale values were not read.",
-    "quantization-origin": "Where the effective quantisation was read.",
     "catalogue": "What the catalogue says of this identity.",
     "hub-root": "The directory is a hub cache; its one snapshot was inspected.",
     "nested-directory": "A subdirectory that no engine reads.",
     "mount-writable": "The checkpoint is on a writable mount.",
     "arch-not-run": "The artifact lists this architecture as not-run.",
     "no-native-fp4": "The GPU has no FP4 arithmetic: weights are expanded (W4A16).",
-    "file-unlisted": "A small file that the catalogue does not list.",
 }
 
 

@@ -147,7 +147,12 @@ def test_mova_relabelled_dense_relabelled(tmp_path):
         (lambda base: base.quantization, "quantization_status", "initialized", "quantization-value"),
         (lambda base: base.quantization, "transform_config", {"config_groups": {}}, "quantization-value"),
         (lambda base: base.quantization, "sparsity_config", {"format": "sparse-24"}, "quantization-value"),
-        (lambda base: base.quantization, "kv_cache_scheme", {"num_bits": 4, "type": "int"}, "quantization-value"),
+        (
+            lambda base: base.quantization,
+            "kv_cache_scheme",
+            {"num_bits": 4, "type": "int"},
+            "quantization-value",
+        ),
         (lambda base: base.quantization, "scale_fmt", "ue8m0", "quantization-key"),
         (lambda base: base.quantization, "surprise", None, "quantization-key"),
         (lambda base: base.quantization, "config_groups", {}, "quantization-malformed"),
@@ -185,7 +190,10 @@ def test_weight_only_block_fp8_is_well_formed_and_unserved(tmp_path):
 
 def test_regex_targets_work(tmp_path):
     base = bases.b0()
-    base.quantization["config_groups"]["group_0"]["targets"] = [r"re:.*self_attn\..*_proj$", r"re:.*\.mlp\..*"]
+    base.quantization["config_groups"]["group_0"]["targets"] = [
+        r"re:.*self_attn\..*_proj$",
+        r"re:.*\.mlp\..*",
+    ]
     base.quantization["ignore"] = []
     assert codes(inspect(base, tmp_path)) == set()
 
@@ -218,9 +226,7 @@ def test_mova_in_compressed_tensors_is_named(tmp_path):
     base = bases.b1()
     base.config["quantization_config"] = bases.b0_moe().quantization
     base.quantization["ignore"].append("re:.*v_experts.*")
-    base.tensors = {
-        name.replace("weight_scale_inv", "weight_scale"): t for name, t in base.tensors.items()
-    }
+    base.tensors = {name.replace("weight_scale_inv", "weight_scale"): t for name, t in base.tensors.items()}
     result = inspect(base, tmp_path)
     assert codes(result) == {"unsupported-format"}
     assert "value experts" in messages(result, "unsupported-format")
@@ -301,7 +307,9 @@ def test_an_entry_that_reaches_into_the_scope(tmp_path, entry):
     assert f"{EXPERT}.3.gate_proj" in subjects(result, "ignore-in-scope")
 
 
-@pytest.mark.parametrize("entry", ["mlp.exp", "re:.*shared.*", "", "model.layers.7.mlp.gate", "Model.norm", " lm_head"])
+@pytest.mark.parametrize(
+    "entry", ["mlp.exp", "re:.*shared.*", "", "model.layers.7.mlp.gate", "Model.norm", " lm_head"]
+)
 def test_an_entry_that_names_nothing(tmp_path, entry):
     base = bases.b1()
     base.quantization["ignored_layers"].append(entry)
@@ -321,7 +329,9 @@ def test_one_plain_expert_among_quantised_ones(tmp_path):
     for leaf in ("gate_proj", "up_proj", "down_proj"):
         base.tensors[f"{EXPERT}.2.{leaf}.weight"] = T("BF16", [256, 256])
         del base.tensors[f"{EXPERT}.2.{leaf}.weight_scale_inv"]
-    base.quantization["ignored_layers"] += [f"{EXPERT}.2.{leaf}" for leaf in ("gate_proj", "up_proj", "down_proj")]
+    base.quantization["ignored_layers"] += [
+        f"{EXPERT}.2.{leaf}" for leaf in ("gate_proj", "up_proj", "down_proj")
+    ]
     result = inspect(base, tmp_path)
     assert "experts-mixed" in codes(result)
     assert "unsupported-scope" in codes(result)
@@ -428,7 +438,8 @@ def test_dtypes(tmp_path, name, dtype, code):
 
 
 @pytest.mark.parametrize(
-    "name", [f"{LAYER}.self_attn.q_proj.weight", "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"]
+    "name",
+    [f"{LAYER}.self_attn.q_proj.weight", "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"],
 )
 def test_shapes(tmp_path, name):
     base = bases.b0()
@@ -448,7 +459,9 @@ def test_every_tensor_is_needed(tmp_path, name):
         assert any(tensor.startswith(problem.subject) for problem in result.findings.problems), tensor
 
 
-@pytest.mark.parametrize("extra", ["model.layers.0.self_attn.q_proj.bias", "model.rotary_emb.inv_freq", "new.weight"])
+@pytest.mark.parametrize(
+    "extra", ["model.layers.0.self_attn.q_proj.bias", "model.rotary_emb.inv_freq", "new.weight"]
+)
 def test_every_extra_tensor_is_reported(tmp_path, extra):
     base = bases.b0()
     base.tensors[extra] = T("BF16", [256])
@@ -501,7 +514,13 @@ def test_sizes_that_cannot_be_right(tmp_path, key, value):
 
 
 def test_a_missing_size(tmp_path):
-    for key in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "moe_intermediate_size"):
+    for key in (
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "vocab_size",
+        "moe_intermediate_size",
+    ):
         base = bases.b1()
         del base.config[key]
         assert key in messages(inspect(base, tmp_path / key), "config-value")
@@ -566,7 +585,18 @@ def test_rules(rule, entry, expected):
 
 @pytest.mark.parametrize(
     "pattern",
-    ["(a+)+$", "(.*)*x", "(a|a)*b", "(?:x{2,}){3}", r"(a)\1", ".*.*.*.*.*x", "(", "[", "a{1,99999999999}", "x" * 600],
+    [
+        "(a+)+$",
+        "(.*)*x",
+        "(a|a)*b",
+        "(?:x{2,}){3}",
+        r"(a)\1",
+        ".*.*.*.*.*x",
+        "(",
+        "[",
+        "a{1,99999999999}",
+        "x" * 600,
+    ],
 )
 def test_patterns_that_could_take_for_ever(pattern):
     with pytest.raises(matching.BadPattern):
@@ -575,7 +605,14 @@ def test_patterns_that_could_take_for_ever(pattern):
 
 @pytest.mark.parametrize(
     "pattern",
-    [".*lm_head.*", r"model\.layers\.[0-9]+\.self_attn\..*", "(visual|mtp).*", r".*mlp\.(gate|up)_proj$", r"\d+", "[*+]x"],
+    [
+        ".*lm_head.*",
+        r"model\.layers\.[0-9]+\.self_attn\..*",
+        "(visual|mtp).*",
+        r".*mlp\.(gate|up)_proj$",
+        r"\d+",
+        "[*+]x",
+    ],
 )
 def test_patterns_that_real_configs_use(pattern):
     matching.compile_pattern(pattern)
