@@ -3,9 +3,9 @@
     python3 benchmarks/inspect_headers.py [--runs N] [--output benchmarks/results/inspect_headers.json]
 
 Writes two header-only checkpoints (true headers, sparse data: no disk space) into a temporary directory: MoVA
-36B-A4B from its published config, and one of the 375B's size (dimensions of the public table, config not published
-here). Each row is one process on one core, from start to exit, best of N; the safetensors row opens every shard and
-reads name, dtype and shape of every tensor, nothing else.
+36B-A4B from its published config, and one of the 375B's size (dimensions of the public table, config not
+published here). Each row is one process on one core, from start to exit, best of N; the safetensors row opens
+every shard and reads name, dtype and shape of every tensor, nothing else.
 """
 
 from __future__ import annotations

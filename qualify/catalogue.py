@@ -1,8 +1,8 @@
 """The catalogue of checkpoints: what ``recipes/<artifact>.toml`` says of each published revision.
 
-An entry is *pinned* when config, index and every weight file have a SHA-256; *recognised* (enough for ``preflight``)
-when config and headers have one; otherwise *unpinned*, and its ``unpinned`` sentence says why. Nothing is invented: an
-entry without digests matches nothing.
+An entry is *pinned* when config, index and every weight file have a SHA-256; *recognised* (enough for
+``preflight``) when config and headers have one; otherwise *unpinned*, and its ``unpinned`` sentence says why.
+Nothing is invented: an entry without digests matches nothing.
 """
 
 from __future__ import annotations
@@ -81,7 +81,10 @@ class Artifact:
 
 
 def load(recipes: Path | None = None) -> dict[str, Artifact]:
-    """Read every ``recipes/*.toml``. Raises ``CannotRun`` when one is unusable: our file is wrong, not the input."""
+    """Read every ``recipes/*.toml``.
+
+    Raises ``CannotRun`` when one is unusable: our file is wrong, not the input.
+    """
     folder = recipes or RECIPES
     found = sorted(folder.glob("*.toml"))
     if not found:
@@ -148,7 +151,8 @@ def _entry(artifact: str, raw: dict[str, Any]) -> Entry:
 def lookup(artifacts: dict[str, Artifact], identity: dict[str, Any]) -> dict[str, Any]:
     """What the catalogue says of an identity (as ``Inspection.identity`` returns it).
 
-    ``status`` is ``catalogued`` (config, headers and index, as far as they are recorded, are those of one entry),
+    ``status`` is ``catalogued`` (config, headers and index, as far as they are recorded, are those of one
+    entry),
     ``config-only`` (the config is, and headers are not recorded or differ) or ``unknown``.
     """
     nearest: dict[str, Any] = {"status": "unknown", "reason": "no catalogued checkpoint has this config"}

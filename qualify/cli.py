@@ -15,7 +15,10 @@ from qualify.errors import CannotRun, Rejected
 
 #: subcommand -> (module, one line of help)
 COMMANDS = {
-    "inspect": ("qualify.inspect", "what is in this checkpoint: format, scope, defects; seconds, no weights read"),
+    "inspect": (
+        "qualify.inspect",
+        "what is in this checkpoint: format, scope, defects; seconds, no weights read",
+    ),
     "preflight": ("qualify.preflight", "can this artifact serve this checkpoint on this topology"),
     "pin": ("qualify.pin", "write a catalogue proposal for a checkpoint"),
     "verify-checkpoint": ("qualify.verify", "full SHA-256 of a checkpoint against the catalogue"),

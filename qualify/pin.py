@@ -1,4 +1,7 @@
-"""``pin DIR``: write a proposal for the catalogue under a new epoch. Only a reviewed edit of recipes/ accepts it."""
+"""``pin DIR``: write a proposal for the catalogue under a new epoch.
+
+Only a reviewed edit of recipes/ accepts it.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
     if result.verdict != "accepted":
         first = result.findings.problems[0]
         raise Rejected(
-            f"a checkpoint with {len(result.findings.problems)} problems is not pinned (first: {first.message}); "
+            f"a checkpoint with {len(result.findings.problems)} problems is not pinned (first: "
+            f"{first.message}); "
             "see `python3 -m qualify inspect`"
         )
     artifact = result.artifact
@@ -89,7 +93,8 @@ def proposal(
 ) -> str:
     """The text of a proposal: a catalogue entry that is not reviewed, and therefore matches nothing yet."""
     lines = [
-        f"# Proposal for recipes/{artifact}.toml, written by `python3 -m qualify pin`. It accepts nothing by itself:",
+        f"# Proposal for recipes/{artifact}.toml, written by `python3 -m qualify pin`. It accepts nothing "
+        "by itself:",
         "# compare the revision with the publisher's page, then copy it there with reviewed_by filled in.",
         "",
         "[[checkpoints]]",
@@ -170,9 +175,9 @@ def write(output: Path, text: str) -> None:
         try:
             with os.fdopen(descriptor, "w") as file:
                 file.write(text)
-            os.replace(temporary, output)
+            Path(temporary).replace(output)
         except BaseException:
-            os.unlink(temporary)
+            Path(temporary).unlink()
             raise
     except OSError as error:
         raise CannotRun(f"cannot write {output}: {error.strerror}") from None

@@ -1,7 +1,7 @@
-"""``preflight``: can this artifact serve this checkpoint, on this topology and GPU? Before anything expensive starts.
+"""``preflight``: can this artifact serve this checkpoint, on this topology and GPU?
 
-The inspection's verdict, then what only the operator's plan can decide: the artifact, TP and EP, the architecture, who
-vouches for the checkpoint, and the declarations that no file makes.
+The inspection's verdict, then what only the operator's plan can decide: the artifact, TP and EP, the
+architecture, who vouches for the checkpoint, and the declarations that no file makes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--router-partitions",
         type=int,
         metavar="N",
-        help="GEMM partitions of the training router, 1 or 2, as the operator declares them (also ROUTER_PARTITIONS)",
+        help="GEMM partitions of the training router, 1 or 2, as the operator declares them (also "
+        "ROUTER_PARTITIONS)",
     )
     parser.add_argument("--cache-dir", metavar="DIR", help="cache to check: writable, outside the checkpoint")
     parser.add_argument("--mountinfo", default=str(MOUNTINFO), metavar="FILE", help=argparse.SUPPRESS)
@@ -114,7 +115,8 @@ def _format(result: inspection.Inspection, artifact: catalogue.Artifact, finding
             findings.problem(
                 "fp8-kv-only",
                 found,
-                f"only the KV cache is FP8 in this checkpoint: its weights are {found}; {artifact.name} serves {serves}",
+                f"only the KV cache is FP8 in this checkpoint: its weights are {found}; {artifact.name} "
+                f"serves {serves}",
             )
         elif any(problem.code == "declared-not-stored" for problem in findings.problems):
             findings.problem("bf16-only", found, f"the weights are {found}, whatever the config declares")
@@ -182,7 +184,7 @@ def _scopes(result: inspection.Inspection):
 
 
 def _provenance(result: inspection.Inspection, declared: int | None, findings: Findings) -> None:
-    """Router provenance of a model with routers of its own: in the config, or declared; never derived from TP."""
+    """Router provenance of a MoVA model: in the config, or declared; never derived from TP."""
     config = result.config
     if config.get("model_type") != "k2_horizon" or not config.get("mova_num_experts"):
         return
@@ -195,7 +197,8 @@ def _provenance(result: inspection.Inspection, declared: int | None, findings: F
         findings.problem(
             "router-provenance",
             inspection.PROVENANCE,
-            "nobody says how many GEMM partitions the training router used: the checkpoint does not, and it changes "
+            "nobody says how many GEMM partitions the training router used: the checkpoint does not, and it "
+            "changes "
             "results; declare it with --router-partitions N or ROUTER_PARTITIONS=N",
         )
     elif value is not None and value not in (1, 2):

@@ -1,4 +1,7 @@
-"""``verify-checkpoint DIR``: the full SHA-256 of every file against the catalogue. Parallel, with progress, resumable."""
+"""``verify-checkpoint DIR``: the full SHA-256 of every file against the catalogue.
+
+Parallel, with progress, resumable.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,10 @@ def verify(
     journal: Journal,
     workers: int | None,
 ) -> dict[str, Any]:
-    """Hash all files and compare. Files that the catalogue lists must be there and equal; weights must be listed."""
+    """Hash all files and compare.
+
+    Files that the catalogue lists must be there and equal; weights must be listed.
+    """
     listed = {file.name: file for file in entry.files}
     for name in sorted(set(listed) - set(checkpoint.files)):
         findings.problem("file-missing", name, f"{show(name)} is in the catalogue and not in the directory")
@@ -135,7 +141,7 @@ def _entry(
 
 def journal_path(root: Path) -> Path:
     """Where digests of the checkpoint at ``root`` are remembered: the user's cache, never the checkpoint."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     name = hashlib.sha256(str(root).encode("utf-8", "surrogateescape")).hexdigest()[:16]
     return Path(base) / "horizon-images" / "verify" / f"{name}.json"
 

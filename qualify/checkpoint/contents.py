@@ -1,7 +1,7 @@
-"""Headers against declaration and inventory: is every tensor there, of the right dtype and shape, and nothing else?
+"""Headers against declaration and inventory: is every tensor there, right in dtype and shape, and no other?
 
-Three statements are compared: what the config promises (the inventory), how the declaration says each module is stored
-(its scheme), and what the shard headers list.
+Three statements are compared: what the config promises (the inventory), how the declaration says each module
+is stored (its scheme), and what the shard headers list.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ClassScope:
 
 @dataclass(slots=True)
 class Contents:
-    """The modules of a checkpoint as stored, by name: their tensors, and the scheme they follow (None: plain)."""
+    """The modules of a checkpoint as stored, by name, and what the checks found out about them."""
 
     modules: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     schemes: dict[str, Scheme] = field(default_factory=dict)
@@ -162,7 +162,8 @@ class Checker:
         promised = self.inventory.modules if self.inventory else {}
         names = Names(dict.fromkeys([*promised, *stored]))
         if self.declared.format == "fp8-block" and self.inventory is not None and self.inventory.experts:
-            # Released dense models in this format store BF16 scales; MoVA's are F32, and a BF16 copy has lost bits.
+            # Released dense models in this format store BF16 scales; MoVA's are F32, and a BF16 copy has lost
+            # bits.
             self.declared.targets = [
                 (target, replace(scheme, scale_dtypes=("F32",))) for target, scheme in self.declared.targets
             ]
@@ -198,7 +199,8 @@ class Checker:
                 findings.problem(
                     "ignore-in-scope",
                     entry[:200],
-                    f"the ignore list names {show(entry)}; below it {show(child)} is stored quantised, and engines "
+                    f"the ignore list names {show(entry)}; below it {show(child)} is stored quantised, and "
+                    "engines "
                     "disagree whether a parent counts",
                 )
             elif not found.modules and found.parent:
@@ -212,14 +214,16 @@ class Checker:
                 findings.problem(
                     "ignore-unmatched",
                     entry[:200],
-                    f"the ignore entry {show(entry)} names no module{self._unmatched_hint(entry, names, found)}",
+                    f"the ignore entry {show(entry)} names no "
+                    f"module{self._unmatched_hint(entry, names, found)}",
                 )
             elif found.normalised:
                 findings.note(
                     "ignore-normalised",
                     entry[:200],
                     f"the ignore entry {show(entry)} matches {len(found.modules)} modules (first "
-                    f"{show(found.modules[0])}) only after its {found.how} is resolved{_counts(found.counts)}",
+                    f"{show(found.modules[0])}) only after its {found.how} is "
+                    f"resolved{_counts(found.counts)}",
                 )
             elif len(set(found.counts.values()) - {0}) > 1 or found.how == "infix":
                 ambiguous.append(found)
@@ -256,7 +260,7 @@ class Checker:
                     )
 
     def _whole(self) -> None:
-        """A declaration without quantised weights, or quantised weights without a declaration: one problem."""
+        """Declared without quantised weights, or quantised weights undeclared: one problem for all."""
         declared, contents = self.declared, self.contents
         quantised = [name for name, leaves in contents.modules.items() if is_quantised(leaves)]
         self._stored_quantised = set(quantised)
@@ -284,7 +288,8 @@ class Checker:
             self.findings.problem(
                 "stored-not-declared",
                 quantised[0],
-                f"{len(quantised):,} weights are stored quantised (first {show(quantised[0])}, {_dtype(first)}), and "
+                f"{len(quantised):,} weights are stored quantised (first {show(quantised[0])}, "
+                f"{_dtype(first)}), and "
                 f"{declared.origin} declares nothing of the kind",
             )
         elif (
@@ -423,7 +428,8 @@ class Checker:
                 self.findings.problem(
                     "head-quantised" if promised.klass == "lm_head" else "quantised-outside-scope",
                     name,
-                    f"{show(name)} is stored {_dtype(leaves)} {f'with its {scale}' if scale else 'without a scale'}; "
+                    f"{show(name)} is stored {_dtype(leaves)} "
+                    f"{f'with its {scale}' if scale else 'without a scale'}; "
                     f"{self.declared.format} does not declare it quantised",
                 )
             return set(leaves)
@@ -458,7 +464,8 @@ class Checker:
                 findings.problem(
                     "linear-not-ignored",
                     name,
-                    f"{show(name)} is stored {weight.dtype}; {self.declared.format} declares it quantised and the "
+                    f"{show(name)} is stored {weight.dtype}; {self.declared.format} declares it quantised "
+                    "and the "
                     "ignore list does not name it: engines would cast it, with a scale that was never loaded",
                 )
             return consumed
@@ -506,7 +513,8 @@ class Checker:
             self.findings.problem(
                 "scale-leaf",
                 f"{name}.{other}",
-                f"{show(name)} has {other}; {scheme.name} reads {scheme.scale}, and engines would leave that at its "
+                f"{show(name)} has {other}; {scheme.name} reads {scheme.scale}, and engines would leave "
+                "that at its "
                 "initialiser: relabelling the config does not convert a checkpoint",
             )
             scale, leaf = leaves[other], other
@@ -514,7 +522,8 @@ class Checker:
             self.findings.problem(
                 "scale-dtype",
                 scale.name,
-                f"{show(scale.name)} is stored {scale.dtype}; {scheme.name} stores {' or '.join(scheme.scale_dtypes)}",
+                f"{show(scale.name)} is stored {scale.dtype}; {scheme.name} stores "
+                f"{' or '.join(scheme.scale_dtypes)}",
             )
         elif scale.dtype == "BF16" and scheme.scale == "weight_scale_inv":
             self._bf16_scales.append(scale.name)
@@ -531,7 +540,8 @@ class Checker:
             self.findings.problem(
                 "scale-shape",
                 scale.name,
-                f"{show(scale.name)} has shape {_shape(scale.shape)}; a weight of {_shape(shape)} in {per} needs "
+                f"{show(scale.name)} has shape {_shape(scale.shape)}; a weight of {_shape(shape)} in {per} "
+                "needs "
                 f"{' or '.join(_shape(item) for item in wanted)}",
             )
         elif scheme.block and (shape[-2] % scheme.block[0] or shape[-1] % scheme.block[1]):
@@ -711,7 +721,8 @@ class Checker:
                 self.findings.problem(
                     "scale-missing" if scale else "tensor-missing",
                     f"{name}.{leaf}",
-                    f"{show(name)}.{leaf} is absent; {self.declared.format if scale else 'the config'} promises it",
+                    f"{show(name)}.{leaf} is absent; {self.declared.format if scale else 'the config'} "
+                    "promises it",
                 )
 
     def _uniform(self) -> None:
@@ -753,7 +764,8 @@ class Checker:
             findings.note(
                 "partial-block",
                 self._partial[0],
-                f"{len(self._partial):,} weights end in a partial block (first {show(self._partial[0])}): legal in the "
+                f"{len(self._partial):,} weights end in a partial block (first {show(self._partial[0])}): "
+                "legal in the "
                 "file, and no tensor parallelism can split there",
             )
         if self._bf16_scales:
@@ -800,7 +812,8 @@ class Checker:
                 findings.note(
                     "router-not-ignored",
                     routers[0],
-                    f"{len(routers)} routers are not named in ignore (first {show(routers[0])}); stored unquantised",
+                    f"{len(routers)} routers are not named in ignore (first {show(routers[0])}); stored "
+                    "unquantised",
                 )
 
 

@@ -1,7 +1,7 @@
 """The files of a checkpoint directory: which belong to it, where links lead, what the index says.
 
-Nothing is opened that is not a regular file, and nothing that a link takes out of the checkpoint. The one legal
-way out is the Hugging Face cache layout, ``<repo>/snapshots/<commit>/name -> ../../blobs/<hash>``.
+Nothing is opened that is not a regular file, and nothing that a link takes out of the checkpoint. The one
+legal way out is the Hugging Face cache layout, ``<repo>/snapshots/<commit>/name -> ../../blobs/<hash>``.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _list(checkpoint: Checkpoint, findings: Findings) -> None:
         name = entry.name
         path = os.path.realpath(entry.path)
         try:
-            status = os.stat(entry.path)
+            status = entry.stat()
         except OSError as error:
             if entry.is_symlink():
                 _dangling(entry, blobs, error, findings)
@@ -148,7 +148,8 @@ def _list(checkpoint: Checkpoint, findings: Findings) -> None:
             findings.problem(
                 "link-escape",
                 name,
-                f"{show(name)} links to {show(os.readlink(entry.path))}, outside the checkpoint; only links into "
+                f"{show(name)} links to {show(str(Path(entry.path).readlink()))}, outside the checkpoint; only links "
+                "into "
                 "the blobs/ of the same hub repository may leave it",
             )
             continue
@@ -167,7 +168,7 @@ def _list(checkpoint: Checkpoint, findings: Findings) -> None:
 
 
 def _dangling(entry: os.DirEntry[str], blobs: Path | None, error: OSError, findings: Findings) -> None:
-    target = os.readlink(entry.path)
+    target = str(Path(entry.path).readlink())
     advice = ""
     if "blobs" in Path(target).parts and (blobs is None or not blobs.is_dir()):
         advice = (
@@ -202,7 +203,7 @@ def _nested(checkpoint: Checkpoint, findings: Findings) -> None:
 
 
 def _json(checkpoint: Checkpoint, name: str, code: str, findings: Findings):
-    """(raw bytes, document) of a JSON object in the checkpoint; (None, None) when it is absent or unusable."""
+    """(raw bytes, document) of a JSON object in the checkpoint; None for what is absent or unusable."""
     if name not in checkpoint.files:
         return None, None
     path, size = checkpoint.files[name]
@@ -210,7 +211,7 @@ def _json(checkpoint: Checkpoint, name: str, code: str, findings: Findings):
         findings.problem(code, name, f"{name} has {size:,} bytes; no real one comes near")
         return None, None
     try:
-        with open(path, "rb") as file:
+        with Path(path).open("rb") as file:
             raw = file.read(strictjson.MAX_BYTES + 1)
     except OSError as error:
         raise CannotRun(f"cannot read {name}: {error.strerror}") from None
@@ -367,7 +368,8 @@ def compare_index(checkpoint: Checkpoint, found: list[headers.Header], findings:
             findings.problem(
                 "index-total-size",
                 INDEX,
-                f"{INDEX} says total_size {checkpoint.total_size:,}; the tensors of its shards have {total:,} bytes",
+                f"{INDEX} says total_size {checkpoint.total_size:,}; the tensors of its shards have "
+                f"{total:,} bytes",
             )
 
 
@@ -380,7 +382,7 @@ def _report_absent(checkpoint: Checkpoint, owner: dict[str, str], findings: Find
         for p in findings.problems
         if p.code in ("link-dangling", "link-escape", "not-a-regular-file")
     }
-    uncovered = {shard: 0 for shard in checkpoint.absent}
+    uncovered = dict.fromkeys(checkpoint.absent, 0)
     for name, shard in (checkpoint.weight_map or {}).items():
         if shard in uncovered and name not in owner:
             uncovered[shard] += 1
@@ -388,7 +390,8 @@ def _report_absent(checkpoint: Checkpoint, owner: dict[str, str], findings: Find
         findings.problem(
             "index-stale",
             INDEX,
-            f"{INDEX} is stale: it names {len(uncovered)} absent shards (first {show(checkpoint.absent[0])}), but every "
+            f"{INDEX} is stale: it names {len(uncovered)} absent shards (first "
+            f"{show(checkpoint.absent[0])}), but every "
             "tensor of theirs is in the shards at hand; nothing was repaired",
         )
         return

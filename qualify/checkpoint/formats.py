@@ -1,7 +1,9 @@
-"""Capability: which artifact's loader and kernels can serve what was found. From config and headers, never a name.
+"""Capability: which artifact's loader and kernels can serve what was found.
 
-One function per served format; each states the facts of its format itself and refuses the others. The loaders in the
-engine state them again, independently.
+From config and headers, never a name.
+
+One function per served format; each states the facts of its format itself and refuses the others. The loaders
+in the engine state them again, independently.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ def check(
     config: Mapping[str, Any],
     findings: Findings,
 ) -> str | None:
-    """Run the check of the checkpoint's format; return the artifact that serves it, or None with the reason reported."""
+    """Run the check of the format; return the artifact that serves it, or None with the reason reported."""
     if contents.format in PLAIN_FORMATS:
         findings.note(
             "no-artifact",
@@ -66,8 +68,8 @@ def k2_compressed_tensors(
 ) -> str:
     """compressed-tensors FP8 in blocks of 128x128, K2-Horizon dense or MoE.
 
-    Linears are quantised as the config declares: all but the head, or the routed experts alone. Value experts (MoVA)
-    are not part of this format.
+    Linears are quantised as the config declares: all but the head, or the routed experts alone. Value experts
+    (MoVA) are not part of this format.
     """
     _architecture(config, (K2_ARCHITECTURE,), contents, findings)
     _blocks(contents, declared, findings)
@@ -123,14 +125,15 @@ def mova_fp8(
                 findings.problem(
                     "unsupported-scope",
                     "routed_expert",
-                    f"{scope.unquantised:,} projections of routed experts are not quantised; MoVA FP8 quantises all",
+                    f"{scope.unquantised:,} projections of routed experts are not quantised; MoVA FP8 "
+                    "quantises all",
                 )
         elif scope.quantised and klass != "mtp":
             findings.problem(
                 "unsupported-scope",
                 klass,
-                f"{scope.quantised:,} modules of class {klass} are quantised; MoVA FP8 quantises routed experts only"
-                + (", and value experts must stay BF16" if klass == "value_expert" else ""),
+                f"{scope.quantised:,} modules of class {klass} are quantised; MoVA FP8 quantises routed "
+                "experts only" + (", and value experts must stay BF16" if klass == "value_expert" else ""),
             )
     return "mova-fp8"
 
@@ -196,7 +199,8 @@ def _architecture(
     findings.problem(
         "unsupported-architecture",
         "architectures",
-        f"config.json has architectures {show(names)}; this format is served for {' or '.join(served) or 'others'}. "
+        f"config.json has architectures {show(names)}; this format is served for "
+        f"{' or '.join(served) or 'others'}. "
         f"Another class may have no quantised path{path}",
     )
 
@@ -207,7 +211,8 @@ def _blocks(contents: Contents, declared: Declared, findings: Findings) -> None:
             findings.problem(
                 "unsupported-format",
                 contents.format,
-                f"the format is {contents.format} in blocks of {block[0]}x{block[1]}; the artifacts serve 128x128",
+                f"the format is {contents.format} in blocks of {block[0]}x{block[1]}; the artifacts serve "
+                "128x128",
             )
 
 

@@ -1,7 +1,7 @@
 """SHA-256 of large files: one thread a file, resumable between runs.
 
-``hashlib`` releases the interpreter lock for large buffers, so threads use all cores. A file whose digest is known
-from an earlier run is not read again while device, inode, size and both times are what they were.
+``hashlib`` releases the interpreter lock for large buffers, so threads use all cores. A file whose digest is
+known from an earlier run is not read again while device, inode, size and both times are what they were.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Journal:
 
     @staticmethod
     def _key(path: str) -> str:
-        status = os.stat(path)
+        status = Path(path).stat()
         return ":".join(
             str(part)
             for part in (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
@@ -69,7 +69,7 @@ def digests(
     workers: int | None = None,
 ) -> dict[str, str]:
     """SHA-256 of every file, name -> digest. ``progress(done, total)`` gets bytes. Raises ``OSError``."""
-    total = sum(os.stat(path).st_size for path in paths.values())
+    total = sum(Path(path).stat().st_size for path in paths.values())
     result: dict[str, str] = {}
     left: dict[str, str] = {}
     done = [0]
@@ -79,7 +79,7 @@ def digests(
             left[name] = path
         else:
             result[name] = known
-            done[0] += os.stat(path).st_size
+            done[0] += Path(path).stat().st_size
     stop = threading.Event()
 
     def one(path: str) -> str:
@@ -91,7 +91,7 @@ def digests(
         return digest
 
     # The largest first: the last file to finish decides how long it takes.
-    order = sorted(left, key=lambda name: -os.stat(left[name]).st_size)
+    order = sorted(left, key=lambda name: -Path(left[name]).stat().st_size)
     with ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:
         futures = {name: pool.submit(one, left[name]) for name in order}
         try:
@@ -119,7 +119,7 @@ def _first_error(futures: Iterable) -> None:
 def _sha256(path: str, done: list[int], stop: threading.Event) -> str:
     digest, buffer = hashlib.sha256(), bytearray(_BUFFER)
     view = memoryview(buffer)
-    with open(path, "rb", buffering=0) as file:
+    with Path(path).open("rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         while count := file.readinto(buffer):

@@ -1,9 +1,10 @@
 """safetensors headers, read as hostile input.
 
-A file is: 8 bytes little-endian header length N, N bytes of JSON (a mapping from tensor name to dtype, shape and
-``data_offsets`` relative to the end of the header, ``__metadata__`` with strings), then the tensors, without gaps.
-Source: the format's description in the safetensors repository; the checks are those of its reference reader and a
-few more (duplicate keys, trailing bytes, absurd shapes).
+A file is: 8 bytes little-endian header length N, N bytes of JSON (a mapping from tensor name to dtype, shape
+and
+``data_offsets`` relative to the end of the header, ``__metadata__`` with strings), then the tensors, without
+gaps. Source: the format's description in the safetensors repository; the checks are those of its reference
+reader and a few more (duplicate keys, trailing bytes, absurd shapes).
 """
 
 from __future__ import annotations
@@ -124,7 +125,8 @@ def _plausible(prefix: bytes, length: int, header: Header, findings: Findings) -
         findings.problem("shard-empty", shard, f"{name} is empty")
         return False
     mistaken = looks_like(prefix)
-    # '<' may also be the first byte of a legal length (60 + n * 256): a page has '<' *and* no '{' after the length.
+    # '<' may also be the first byte of a legal length (60 + n * 256): a page has '<' *and* no '{' after the
+    # length.
     if mistaken == "lfs-pointer" or (mistaken == "html-page" and prefix[8:9] != b"{"):
         what = "a Git LFS pointer" if mistaken == "lfs-pointer" else "a web page"
         findings.problem(mistaken, shard, f"{name} ({size:,} bytes) is {what}, not a safetensors file")
@@ -194,7 +196,8 @@ def _tensor(key: str, entry: object, base: int, shard: str, findings: Findings) 
         findings.problem(
             "tensor-entry",
             key[:MAX_NAME],
-            f"{show(key)!r} in {show(shard)} has a name of {len(key)} characters and the entry {show(entry)}; "
+            f"{show(key)!r} in {show(shard)} has a name of {len(key)} characters and the entry "
+            f"{show(entry)}; "
             "expected dtype, shape and data_offsets",
         )
         return None
@@ -226,7 +229,8 @@ def _tensor(key: str, entry: object, base: int, shard: str, findings: Findings) 
         findings.problem(
             code,
             key,
-            f"{show(key)} {dtype} {show(shape)} needs {-(-bits // 8):,} bytes; its offsets span {end - start:,}",
+            f"{show(key)} {dtype} {show(shape)} needs {-(-bits // 8):,} bytes; its offsets span "
+            f"{end - start:,}",
         )
         return None
     return Tensor(key, dtype, tuple(shape), base + start, base + end, shard)

@@ -52,8 +52,8 @@ class Inspection:
     def identity(self) -> dict[str, Any]:
         """SHA-256 of config, index, canonical quantization_config and all headers (null: there is none).
 
-        ``headers`` is over the raw headers, each with its length prefix, in the order of shard names: with one
-        shard it is that header's own digest. It is null when a header could not be read.
+        ``headers`` is over the raw headers, each with its length prefix, in the order of shard names: with
+        one shard it is that header's own digest. It is null when a header could not be read.
         """
         digest = hashlib.sha256()
         complete = bool(self.headers) and all(header.readable for header in self.headers)
@@ -100,7 +100,8 @@ def inspect(
 
     ``headers_only`` skips the values of scales; ``weights`` also looks for NaN codes in all FP8 weights.
     """
-    # Hundreds of thousands of small objects and no cycles: the collector would only walk them again and again.
+    # Hundreds of thousands of small objects and no cycles: the collector would only walk them again and
+    # again.
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -158,7 +159,8 @@ def _inventory(result: Inspection) -> inventories.Inventory | None:
         findings.note(
             "no-inventory",
             "model_type",
-            f"model_type {show(config.get('model_type'))}: no inventory here, so nobody can say whether a tensor is "
+            f"model_type {show(config.get('model_type'))}: no inventory here, so nobody can say whether a "
+            "tensor is "
             "missing; index and format were checked",
         )
         return None
@@ -183,7 +185,8 @@ def _kv_cache(result: Inspection) -> None:
         findings.problem(
             "tensor-unexpected",
             stored[0].name,
-            f"{len(stored)} K/V scales are stored (first {show(stored[0].name)}), and the config declares no FP8 KV cache",
+            f"{len(stored)} K/V scales are stored (first {show(stored[0].name)}), and the config declares "
+            "no FP8 KV cache",
         )
 
 
@@ -215,7 +218,8 @@ def _side_notes(result: Inspection) -> None:
             findings.note(
                 "router-provenance",
                 PROVENANCE,
-                f"config.json does not say {PROVENANCE}: how many GEMM partitions the training router used is a "
+                f"config.json does not say {PROVENANCE}: how many GEMM partitions the training router used "
+                "is a "
                 "numeric contract; the operator declares it, nobody derives it",
             )
     if result.checkpoint.config is not None:
@@ -226,7 +230,8 @@ def _side_notes(result: Inspection) -> None:
             findings.note(
                 "dtype-declared",
                 "dtype",
-                f"config.json declares dtype {show(declared)}; stored is BF16 and engines with dtype auto would pick "
+                f"config.json declares dtype {show(declared)}; stored is BF16 and engines with dtype auto "
+                "would pick "
                 "another: pass bfloat16 explicitly",
             )
     for name in result.checkpoint.directories:

@@ -2,13 +2,14 @@
 
 Three engines read such lists in three ways. The rules here, by format:
 
-* ``compressed-tensors``: the whole name, a dotted suffix of it, or ``re:`` and a regular expression matched at the
-  start. A parent names nothing.
+* ``compressed-tensors``: the whole name, a dotted suffix of it, or ``re:`` and a regular expression matched
+  at the start. A parent names nothing.
 * ``fp8`` (block FP8): the whole name, a dotted prefix (parents count), or dotted components anywhere.
 * ``modelopt``: the whole name, a parent, or a shell glob.
 
-On top of each rule the entry may carry a wrapper prefix (``model.language_model.``), end in a dot ("all below"), or
-name the fused module an engine builds (``qkv_proj``). These match too, and are reported: not every engine does so.
+On top of each rule the entry may carry a wrapper prefix (``model.language_model.``), end in a dot ("all
+below"), or name the fused module an engine builds (``qkv_proj``). These match too, and are reported: not
+every engine does so.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class BadPattern(ValueError):
 def compile_pattern(pattern: str) -> re.Pattern[str]:
     """Compile a pattern from a config, unless it could backtrack without bound. Raises ``BadPattern``.
 
-    A repeated group (``(a+)+``) or a back-reference can take exponential time, six open repeats a polynomial of
-    degree six; module patterns need neither.
+    A repeated group (``(a+)+``) or a back-reference can take exponential time, six open repeats a polynomial
+    of degree six; module patterns need neither.
     """
     if len(pattern) > _MAX_PATTERN:
         raise BadPattern(f"has {len(pattern)} characters")
@@ -62,8 +63,9 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 class Match:
     """What one entry names: ``modules`` under the format's rule (``how`` says by which part of it).
 
-    ``parent`` is set when the entry is a parent that the rule does not honour; ``counts`` has the number of modules
-    under every rule, for entries that are not simply one module's whole name; ``bad`` says what is wrong with it.
+    ``parent`` is set when the entry is a parent that the rule does not honour; ``counts`` has the number of
+    modules under every rule, for entries that are not simply one module's whole name; ``bad`` says what is
+    wrong with it.
     """
 
     entry: str
@@ -104,7 +106,7 @@ class Names:
         return self._below.get(parent, [])
 
     def containing(self, text: str) -> list[str]:
-        """The modules whose name, with a dot on both sides, contains ``text``; nothing once the budget is spent."""
+        """The modules whose name between two dots contains ``text``; nothing once the budget is spent."""
         if not self._text:
             self._text = "\n" + "\n".join(f".{name}." for name in self.modules) + "\n"
         if not text or "\n" in text or self._spent > _BUDGET:
@@ -144,7 +146,7 @@ class Names:
 
 
 def match(entry: str, names: Names, rule: str) -> Match:
-    """What ``entry`` names among ``names`` under ``rule`` (``compressed-tensors``, ``fp8`` or ``modelopt``)."""
+    """What ``entry`` names under ``rule``: ``compressed-tensors``, ``fp8`` or ``modelopt``."""
     if entry in names.leaves:
         if entry not in names.parents:
             return Match(entry, [entry])

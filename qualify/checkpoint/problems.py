@@ -1,7 +1,7 @@
 """Defects and notes of one inspection, each with a stable code.
 
-A *problem* makes the verdict ``rejected``; a *note* never does. Codes are part of the interface: scripts match
-them, ``docs/inspect.md`` lists them, tests assert them. Add codes freely, never reuse or rename one.
+A *problem* makes the verdict ``rejected``; a *note* never does. Codes are part of the interface: scripts
+match them, ``docs/inspect.md`` lists them, tests assert them. Add codes freely, never reuse or rename one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ PROBLEMS = {
     "no-weights": "Download the *.safetensors files.",
     "pickle-weights": "Remove pickle files (.bin, .pt, ...): they can run code; use the safetensors release.",
     "not-a-regular-file": "Replace the named entry with a regular file.",
-    "link-dangling": "Mount the whole hub cache (the directory with blobs/ and snapshots/), or copy with links resolved.",
+    "link-dangling": "Mount the whole hub cache (the directory with blobs/ and snapshots/), or copy with "
+    "links resolved.",
     "link-escape": "Replace the link by the file itself: it leaves the checkpoint.",
     "lfs-pointer": "Fetch the real file: this is a Git LFS pointer (`git lfs pull`, or `hf download`).",
     "html-page": "Download the file again: a web page was saved in its place (often a login or error page).",
@@ -27,7 +28,8 @@ PROBLEMS = {
     "index-malformed": "Download model.safetensors.index.json again.",
     "index-path": "Do not use this index: it names a file outside the checkpoint.",
     "index-stale": "Download the index that belongs to these shards: it names files of another split.",
-    "index-tensor-missing": "Download the named shard again, or the index: the index lists tensors its shards lack.",
+    "index-tensor-missing": "Download the named shard again, or the index: the index lists tensors its "
+    "shards lack.",
     "index-tensor-unlisted": "Download the index again: the shards hold tensors it does not list.",
     "index-wrong-shard": "Download the index again: it puts tensors in the wrong shard.",
     "index-total-size": "Download index and shards of one revision: their sizes disagree.",
@@ -52,7 +54,8 @@ PROBLEMS = {
     # the declared quantisation
     "quantization-malformed": "Compare quantization_config with the published one: it cannot be read.",
     "quantization-key": "Remove the key or get the published config: it changes meaning or nobody knows it.",
-    "quantization-value": "Compare quantization_config with the published one: the value is not the format's.",
+    "quantization-value": "Compare quantization_config with the published one: the value is not the "
+    "format's.",
     "quantization-conflict": "Make config.json and hf_quant_config.json agree: engines read different ones.",
     "algorithm-unknown": "Nobody knows this quant_algo: get the checkpoint of a released exporter.",
     "quantized-layers-empty": "A per-layer map without layers quantises nothing: get the published config.",
@@ -65,7 +68,8 @@ PROBLEMS = {
     "declared-not-stored": "Remove quantization_config or get the quantised weights: none are here.",
     "stored-not-declared": "Get the config that belongs to these weights: it declares no quantisation.",
     "linear-not-ignored": "Name the module in the ignore list, or get its quantised weight.",
-    "quantised-outside-scope": "Get the matching config: the module is stored quantised, but not declared so.",
+    "quantised-outside-scope": "Get the matching config: the module is stored quantised, but not declared "
+    "so.",
     "fused-mixed": "Quantise all parts of a fused projection alike.",
     "experts-mixed": "Quantise all experts of a layer alike.",
     "mtp-not-excluded": "Exclude the draft (MTP) layer: it is stored unquantised.",
@@ -86,7 +90,8 @@ PROBLEMS = {
     "expert-beyond-config": "Get config and weights of one revision: more experts than the config has.",
     "expert-layout": "Get the per-expert release: experts are stacked or packed in another layout.",
     "head-missing": "Get the complete weights: tie_word_embeddings is false and lm_head.weight is absent.",
-    "head-tied-present": "Get config and weights of one revision: tied embeddings, yet lm_head.weight is stored.",
+    "head-tied-present": "Get config and weights of one revision: tied embeddings, yet lm_head.weight is "
+    "stored.",
     "head-quantised": "Get the release with an unquantised lm_head: its scale would be dropped.",
     # values of scales
     "scale-nan": "The scale tensor is damaged: download the shard again.",
@@ -109,8 +114,10 @@ PROBLEMS = {
     "fp8-kv-only": "Get the FP8 release: only the KV cache is FP8 here, the weights are BF16.",
     "topology": "Choose a pair that `inspect` lists as working.",
     "arch-unsupported": "Use a GPU architecture that the artifact lists.",
-    "router-provenance": "Declare it: --router-partitions N or ROUTER_PARTITIONS=N, as the model's makers say.",
-    "not-catalogued": "Use a catalogued revision, or pass --uncatalogued and know that nobody vouches for it.",
+    "router-provenance": "Declare it: --router-partitions N or ROUTER_PARTITIONS=N, as the model's makers "
+    "say.",
+    "not-catalogued": "Use a catalogued revision, or pass --uncatalogued and know that nobody vouches for "
+    "it.",
     "cache-dir": "Give a writable cache directory outside the checkpoint.",
     # verify-checkpoint
     "file-missing": "Download the file.",
@@ -128,7 +135,8 @@ NOTES = {
     "router-provenance": "The config does not say how many GEMM partitions the training router used.",
     "config-defaulted": "The config lacks a key; its value was read off the tensor names.",
     "dtype-declared": "The declared dtype is not an explicit bfloat16.",
-    "ignore-normalised": "An ignore entry matches only after a wrapper prefix, a fused name or a trailing dot is resolved.",
+    "ignore-normalised": "An ignore entry matches only after a wrapper prefix, a fused name or a trailing "
+    "dot is resolved.",
     "ignore-ambiguous": "An ignore entry matches different modules under different engines' rules.",
     "ignore-repeated": "An ignore entry occurs twice.",
     "router-not-ignored": "The ignore list does not name the routers.",
@@ -139,7 +147,8 @@ NOTES = {
     "kv-scales-missing": "FP8 KV cache without stored K/V scales: engines use 1.0.",
     "vision-skipped": "Vision tensors are counted, not checked.",
     "mtp": "The checkpoint holds a draft (MTP) layer.",
-    "no-inventory": "No inventory for this architecture: headers were compared with the index and the format only.",
+    "no-inventory": "No inventory for this architecture: headers were compared with the index and the "
+    "format only.",
     "no-artifact": "No artifact serves unquantised weights.",
     "scales-not-read": "Scale values were not read.",
     "catalogue": "What the catalogue says of this identity.",

@@ -1,11 +1,12 @@
 """The declared quantisation: what ``quantization_config`` and ``hf_quant_config.json`` say, by content.
 
-Nothing here looks at the tensors. A declaration names a *format*, and gives each module a *scheme*: how its weight
-and the companions of the weight (scales) are stored.
+Nothing here looks at the tensors. A declaration names a *format*, and gives each module a *scheme*: how its
+weight and the companions of the weight (scales) are stored.
 
-Sources of the format facts: the two published K2-Horizon configs (compressed-tensors 0.18 block FP8; ``fp8`` with
-``weight_block_size``), ModelOpt's export layout (NVFP4, W4A16_NVFP4, FP8, FP8_PB_WO, MIXED_PRECISION), the OCP MX
-specification for exponent-only scales.
+Sources of the format facts: the two published K2-Horizon configs (compressed-tensors 0.18 block FP8; ``fp8``
+with
+``weight_block_size``), ModelOpt's export layout (NVFP4, W4A16_NVFP4, FP8, FP8_PB_WO, MIXED_PRECISION), the
+OCP MX specification for exponent-only scales.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ NARROW = frozenset({FP8, "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F6_E2M3
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How one module is stored. ``kind`` is ``fp8-block``, ``fp8-tensor``, ``fp8-channel``, ``fp4`` or ``mxfp8``.
+    """How one module is stored.
+
+    ``kind`` is ``fp8-block``, ``fp8-tensor``, ``fp8-channel``, ``fp4`` or ``mxfp8``.
 
     ``block`` is (rows, columns) per scale of fp8-block; ``group`` the columns per scale of fp4 and mxfp8.
     ``scalars`` are companions with one F32 value: (leaf, whether it must be there).
@@ -49,7 +52,10 @@ class Scheme:
 
 @dataclass(slots=True)
 class Declared:
-    """The effective declaration of a checkpoint. ``format`` is always a string; ``raw`` is what was declared."""
+    """The effective declaration of a checkpoint.
+
+    ``format`` is always a string; ``raw`` is what was declared.
+    """
 
     format: str = "bf16"
     origin: str = "nothing: no quantization_config"
@@ -70,7 +76,7 @@ class Declared:
     linear: Scheme | None = None
 
     def bind(self, names: Names, findings: Findings) -> None:
-        """Resolve ignore entries, targets and map keys against the module ``names``; report what names nothing."""
+        """Resolve ignore entries, targets and map keys against ``names``; report what names nothing."""
         for entry in dict.fromkeys(self.ignore):
             found = match(entry, names, self.rule)
             self.matches.append(found)
@@ -97,7 +103,10 @@ class Declared:
             self.named.update(dict.fromkeys(found.modules, scheme))
 
     def scheme(self, module: str, linear: bool) -> Scheme | None:
-        """The scheme declared for ``module``, or None: unquantised. ``linear``: the class target covers it."""
+        """The scheme declared for ``module``, or None: unquantised.
+
+        ``linear``: the class target covers it.
+        """
         if module in self.ignored:
             return None
         if module in self.named:
@@ -112,7 +121,10 @@ def _nearby(key: str, names: Names) -> str:
 
 
 def parse(config: dict[str, Any] | None, hf_quant: dict[str, Any] | None, findings: Findings) -> Declared:
-    """Read the declaration from the two files. Every defect of it is reported; the result is always usable."""
+    """Read the declaration from the two files.
+
+    Every defect of it is reported; the result is always usable.
+    """
     declared = Declared()
     config = config or {}
     candidates = []
@@ -318,7 +330,8 @@ def _ct_scheme(where: str, weights: dict, activations: dict | None, declared: De
             findings.problem(
                 "quantization-value",
                 where,
-                f"{where}.weights.block_structure is {show(weights.get('block_structure'))}, not [rows, columns]",
+                f"{where}.weights.block_structure is {show(weights.get('block_structure'))}, not [rows, "
+                "columns]",
             )
             return "compressed-tensors-fp8-block", None
         _ct_fp8_block(where, weights, activations, block, declared, findings)
@@ -344,7 +357,7 @@ def _ct_scheme(where: str, weights: dict, activations: dict | None, declared: De
 
 
 def _ct_fp8_block(where, weights, activations, block, declared: Declared, findings: Findings) -> None:
-    """The capability check of K2-Horizon's compressed-tensors FP8: each value that the kernels are built for."""
+    """Values of a compressed-tensors FP8 group that the kernels are built for, each by name."""
     wanted = {"dynamic": False, "symmetric": True, "actorder": None, "zp_dtype": None, "scale_dtype": None}
     for key, value in wanted.items():
         if weights.get(key, value) not in (value, None):
@@ -369,7 +382,8 @@ def _ct_fp8_block(where, weights, activations, block, declared: Declared, findin
             findings.problem(
                 "quantization-value",
                 where,
-                f"{where}.input_activations.{key} is {show(activations[key])}; the format has {value}, and engines "
+                f"{where}.input_activations.{key} is {show(activations[key])}; the format has {value}, and "
+                "engines "
                 "ignore the difference in silence",
             )
 
@@ -634,7 +648,8 @@ def _conflicts(candidates: list[tuple[str, dict]], findings: Findings) -> None:
             findings.problem(
                 "quantization-conflict",
                 label,
-                f"{first} and {where} disagree about {label}: {detail}; SGLang reads hf_quant_config.json for "
+                f"{first} and {where} disagree about {label}: {detail}; SGLang reads hf_quant_config.json "
+                "for "
                 "ModelOpt only where config.json is silent, TensorRT-LLM and vLLM read it first",
             )
 

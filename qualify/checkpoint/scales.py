@@ -1,8 +1,8 @@
 """Values of scale tensors: decoding tables, and the check that every scale is finite and positive.
 
-Only scales are read, never weights: 6.5 MB of MoVA's 48 GB. The check works on bit patterns, because a comparison
-with NaN is false whichever way it is asked, and because it is the only fast way in the standard library: read as
-signed integers, exactly the patterns between 0 and infinity are positive finite numbers.
+Only scales are read, never weights: 6.5 MB of MoVA's 48 GB. The check works on bit patterns, because a
+comparison with NaN is false whichever way it is asked, and because it is the only fast way in the standard
+library: read as signed integers, exactly the patterns between 0 and infinity are positive finite numbers.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _FIRST = 3
 def decode(raw: bytes, dtype: str, exponent_only: bool = False) -> list[float]:
     """The values of a scale tensor's bytes.
 
-    ``exponent_only`` reads U8 as E8M0, as MXFP4 stores its scales: the layout decides that (columns = 32 x scale
-    columns), not the dtype and not the name.
+    ``exponent_only`` reads U8 as E8M0, as MXFP4 stores its scales: the layout decides that (columns = 32 x
+    scale columns), not the dtype and not the name.
     """
     if dtype == "F8_E8M0" or (dtype == "U8" and exponent_only):
         return [E8M0[code] for code in raw]
@@ -109,17 +109,16 @@ def check(contents: Contents, declared: Declared, paths: dict[str, str], finding
     with Reader(paths) as reader:
         for tensor, exponents, raw, first in _fetch(jobs, reader):
             total += len(raw)
+            if len(raw) < tensor.end - tensor.start:
+                continue  # a truncated shard, reported as such
             _values(tensor, exponents, raw, first, findings)
             leaf = tensor.name.rpartition(".")[2]
-            if leaf in ("weight_scale_2", "weight_global_scale") and tensor.dtype == "F32" and len(raw) == 4:
+            if tensor.dtype != "F32":
+                continue
+            if leaf in ("weight_scale_2", "weight_global_scale") and len(raw) == 4:
                 globals_[tensor.name] = struct.unpack("<f", raw)[0]
-            elif leaf == "input_scale" and tensor.dtype == "F32" and raw and declared.format == "e2m1-k32":
-                if any(value != 1.0 for value in decode(raw, "F32")):
-                    findings.problem(
-                        "scale-not-one",
-                        tensor.name,
-                        f"{show(tensor.name)} is {decode(raw, 'F32')[0]:g}; weight-only E2M1 has exactly 1.0",
-                    )
+            elif leaf == "input_scale" and declared.format == "e2m1-k32":
+                _is_one(tensor, decode(raw, "F32"), findings)
     for tensor in contents.kv_scales:
         _kv_shape(tensor, findings)
     _pairs(globals_, findings)
@@ -155,8 +154,6 @@ def _fetch(jobs: list[tuple[Tensor, bool]], reader: Reader) -> Iterator[tuple[Te
 
 def _values(tensor: Tensor, exponents: bool, raw: bytes, first: int, findings: Findings) -> None:
     """Report NaN, infinite, zero and negative values of one scale tensor, with positions."""
-    if len(raw) < tensor.end - tensor.start:
-        return  # a truncated shard, reported as such
     if tensor.dtype in _FLOATS:
         code, infinity = _FLOATS[tensor.dtype]
         patterns = array.array(code)
@@ -199,8 +196,8 @@ def _values(tensor: Tensor, exponents: bool, raw: bytes, first: int, findings: F
         findings.problem(
             f"scale-{kind}",
             tensor.name,
-            f"{show(tensor.name)} has {len(positions):,} {word} value{'s' if len(positions) > 1 else ''}, at {where}"
-            + (", ..." if len(positions) > _FIRST else ""),
+            f"{show(tensor.name)} has {len(positions):,} {word} value{'s' if len(positions) > 1 else ''}, "
+            f"at {where}" + (", ..." if len(positions) > _FIRST else ""),
         )
 
 
@@ -210,6 +207,15 @@ def _position(position: int, shape: tuple[int, ...]) -> str:
         position, index = divmod(position, extent)
         indices.append(index)
     return str(list(reversed(indices)))
+
+
+def _is_one(tensor: Tensor, values: list[float], findings: Findings) -> None:
+    if any(value != 1.0 for value in values):
+        findings.problem(
+            "scale-not-one",
+            tensor.name,
+            f"{show(tensor.name)} is {values[0]:g}; weight-only E2M1 has exactly 1.0",
+        )
 
 
 def _kv_shape(tensor: Tensor, findings: Findings) -> None:
@@ -223,7 +229,10 @@ def _kv_shape(tensor: Tensor, findings: Findings) -> None:
 
 
 def check_kv(contents: Contents, paths: dict[str, str], findings: Findings) -> None:
-    """K/V scales must stay finite when doubled, as the fnuz conversion of some GPUs does. Raises ``OSError``."""
+    """K/V scales must stay finite when doubled, as the fnuz conversion of some GPUs does.
+
+    Raises ``OSError``.
+    """
     with Reader(paths) as reader:
         for tensor in contents.kv_scales:
             if tensor.dtype != "F32" or tensor.end - tensor.start > 4096:
@@ -255,13 +264,17 @@ def _pairs(values: dict[str, float], findings: Findings) -> None:
         findings.problem(
             "scale-pair",
             name,
-            f"{show(name)} is {gate:.6g} and {show(other.rpartition('.')[0].rpartition('.')[2])}'s is {up:.6g}, "
+            f"{show(name)} is {gate:.6g} and {show(other.rpartition('.')[0].rpartition('.')[2])}'s is "
+            f"{up:.6g}, "
             f"a factor of {ratio:.4f}: a fused kernel takes one of them for both",
         )
 
 
 def scan_weights(contents: Contents, paths: dict[str, str], findings: Findings) -> int:
-    """Look for NaN codes in all F8_E4M3 weights; return the bytes read. Reads the weights: minutes, not seconds."""
+    """Look for NaN codes in all F8_E4M3 weights; return the bytes read.
+
+    Reads the weights: minutes, not seconds.
+    """
     weights = [
         leaves["weight"]
         for leaves in contents.modules.values()
@@ -280,7 +293,8 @@ def scan_weights(contents: Contents, paths: dict[str, str], findings: Findings) 
                     findings.problem(
                         "weight-nan",
                         tensor.name,
-                        f"{show(tensor.name)} holds NaN codes, the first at {_position(position, tensor.shape)}",
+                        f"{show(tensor.name)} holds NaN codes, the first at "
+                        f"{_position(position, tensor.shape)}",
                     )
                     break
     return total

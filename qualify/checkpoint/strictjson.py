@@ -1,7 +1,7 @@
 """JSON from an untrusted file: bounded, without duplicate keys, without NaN.
 
-``json.loads`` alone keeps the last of two equal keys, accepts ``NaN``, recurses until the interpreter gives up
-and turns 3 bytes of ``[],`` into 60 bytes of objects.
+``json.loads`` alone keeps the last of two equal keys, accepts ``NaN``, recurses until the interpreter gives
+up and turns 3 bytes of ``[],`` into 60 bytes of objects.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Which pairs of tensor and expert parallelism a checkpoint can be served with, and why others cannot.
 
-Every rank must hold whole blocks of every quantised weight: a scale covers 128 rows and columns, and a kernel cannot
-split it. Experts are spread over EP ranks first; what is left, TP / EP, splits each expert's intermediate size.
+Every rank must hold whole blocks of every quantised weight: a scale covers 128 rows and columns, and a kernel
+cannot split it. Experts are spread over EP ranks first; what is left, TP / EP, splits each expert's
+intermediate size.
 """
 
 from __future__ import annotations

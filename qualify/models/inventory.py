@@ -1,7 +1,7 @@
 """What a config promises, in one shape for every architecture: classes, names and shapes of all modules.
 
-The per-architecture modules (``k2_horizon``, ``qwen3_5_moe``) say which modules exist; this one gives each its class
-and bounds the sizes, because a config is hostile input too.
+The per-architecture modules (``k2_horizon``, ``qwen3_5_moe``) say which modules exist; this one gives each
+its class and bounds the sizes, because a config is hostile input too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 class Promised(NamedTuple):
-    """One module: class, whether it is a linear layer, the shape ``(out, in)`` of its weight, bias, leaf names."""
+    """One module: its class, whether it is linear, the shape ``(out, in)`` of its weight, and more."""
 
     klass: str
     linear: bool
@@ -100,8 +100,8 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def derive(config: Mapping[str, Any], tensors: Iterable[str]) -> Inventory | None:
     """The inventory that ``config`` promises; None for an architecture without one here.
 
-    ``tensors`` (names) decide only what the config leaves open: keys that may be absent. Raises ``Rejected`` for a
-    config that lacks a size or holds an impossible one.
+    ``tensors`` (names) decide only what the config leaves open: keys that may be absent. Raises ``Rejected``
+    for a config that lacks a size or holds an impossible one.
     """
     if config.get("model_type") == "k2_horizon":
         return _k2_horizon(config, tensors)

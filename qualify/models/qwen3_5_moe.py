@@ -1,8 +1,9 @@
 """Qwen3.5/3.6-MoE: the modules that a ``config.json`` promises. Standard library only.
 
-Source: the Transformers 5.19 model ``qwen3_5_moe`` (module names and shapes of the Hugging Face layout), with routed
-experts one by one, as ModelOpt exports them. The published Qwen3.6-35B-A3B-NVFP4 config is not at hand, so nothing
-here has been compared with the published headers. Vision tower and ``mtp.*`` are outside this inventory.
+Source: the Transformers 5.19 model ``qwen3_5_moe`` (module names and shapes of the Hugging Face layout), with
+routed experts one by one, as ModelOpt exports them. The published Qwen3.6-35B-A3B-NVFP4 config is not at
+hand, so nothing here has been compared with the published headers. Vision tower and ``mtp.*`` are outside
+this inventory.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ MODEL_TYPES = ("qwen3_5_moe", "qwen3_5_moe_text")
 def modules(config: Mapping[str, Any]) -> Iterator[Module]:
     """Yield every module of the language model, in the order of the forward pass.
 
-    Kinds are those of :class:`qualify.models.k2_horizon.Module` and ``conv`` and ``parameter`` (a bare tensor: its
-    name is the tensor's). Raises ``Rejected`` when the config lacks a size.
+    Kinds are those of :class:`qualify.models.k2_horizon.Module` and ``conv`` and ``parameter`` (a bare
+    tensor: its name is the tensor's). Raises ``Rejected`` when the config lacks a size.
     """
     nested = isinstance(config.get("text_config"), dict)
     text = config["text_config"] if nested else config

@@ -1,6 +1,7 @@
 """The four tiny base checkpoints that the cases mutate, written with struct and json alone.
 
-A :class:`Base` is a config, tensors by name, and what to write beside them. Change it, then :meth:`Base.write` it.
+A :class:`Base` is a config, tensors by name, and what to write beside them. Change it, then
+:meth:`Base.write` it.
 """
 
 from __future__ import annotations
@@ -336,7 +337,7 @@ def fp8_tensor(tensors: dict[str, T], name: str, rows: int, columns: int):
 
 
 def b2(experts: int = 2) -> Base:
-    """Qwen3.6-MoE in ModelOpt MIXED_PRECISION: attention FP8, experts and head NVFP4; two layers, one of each kind."""
+    """Qwen3.6-MoE in MIXED_PRECISION: attention FP8, experts and head NVFP4; one layer of each kind."""
     text = {
         "model_type": "qwen3_5_moe_text",
         "dtype": "bfloat16",

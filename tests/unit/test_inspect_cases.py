@@ -1,4 +1,4 @@
-"""The public fault reports, one test a row: sections 1 to 4 of the collection, and the topology rows of section 5.
+"""The public fault reports, one test or more a row: sections 1 to 4, and topology rows of section 5.
 
 Numbers are the rows'. Each test has more than the row's own input where the kind has more faces.
 """

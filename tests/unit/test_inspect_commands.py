@@ -448,7 +448,8 @@ def _recipes(tmp_path, text, artifact="k2-horizon-fp8"):
         "[[checkpoints]]\nname = 'x'\nrepository = 'a/b'\n",
         "[[checkpoints]]\nname = 'x'\nrepository = 'a/b'\nunpinned = 'y'\nrevision = 'main'\n",
         "[[checkpoints]]\nname = 'x'\nrepository = 'a/b'\nunpinned = 'y'\nsource_epoch = 'today'\n",
-        "[[checkpoints]]\nname = 'x'\nrepository = 'a/b'\nunpinned = 'y'\n[[checkpoints.files]]\nrole='config'\n"
+        "[[checkpoints]]\nname = 'x'\nrepository = 'a/b'\nunpinned = "
+        "'y'\n[[checkpoints.files]]\nrole='config'\n"
         "name='config.json'\nsha256='12'\n",
         "[[checkpoints]]\nrepository = 'a/b'\n",
         "this is not toml",
@@ -583,7 +584,7 @@ def test_hashing_resumes_and_notices_changes(tmp_path):
     journal = tmp_path / "cache" / "journal.json"
     seen: list[tuple[int, int]] = []
     assert hashing.digests(paths, hashing.Journal(journal), lambda *a: seen.append(a)) == truth
-    assert seen[-1][0] == seen[-1][1] == sum(os.stat(p).st_size for p in paths.values())
+    assert seen[-1][0] == seen[-1][1] == sum(Path(p).stat().st_size for p in paths.values())
     reopened = hashing.Journal(journal)
     assert all(reopened.get(path) == truth[name] for name, path in paths.items())
     changed = Path(paths["f2"])
@@ -658,13 +659,9 @@ def test_codes_that_the_sources_use_are_known():
     used = set()
     for path in (ROOT / "qualify").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                if (
-                    node.func.attr in ("problem", "note")
-                    and node.args
-                    and isinstance(node.args[0], ast.Constant)
-                ):
-                    used.add(node.args[0].value)
+            call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args
+            if call and node.func.attr in ("problem", "note") and isinstance(node.args[0], ast.Constant):
+                used.add(node.args[0].value)
     assert used <= known
     dynamic = {"scale-nan", "scale-infinite", "scale-zero", "scale-negative"}
     listed = "".join(

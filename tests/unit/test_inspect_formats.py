@@ -1,4 +1,4 @@
-"""Formats are told by content, each with its own capability check; ignore lists and declared values are judged."""
+"""Formats are told by content, each with its capability check; ignore lists and values are judged."""
 
 from __future__ import annotations
 

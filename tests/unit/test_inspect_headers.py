@@ -1,4 +1,4 @@
-"""Headers as hostile input: every defect has its own code, and none is a crash, a hang or a large allocation."""
+"""Headers as hostile input: every defect has its code; none is a crash, a hang or a large allocation."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import struct
 import tracemalloc
+from pathlib import Path
 
 import pytest
 
@@ -167,7 +168,7 @@ def test_a_shard_that_is_no_regular_file_does_not_hang(tmp_path, kind):
         import socket
 
         server = socket.socket(socket.AF_UNIX)
-        here = os.getcwd()
+        here = Path.cwd()
         os.chdir(directory)
         try:
             server.bind("model.safetensors")
