@@ -142,11 +142,17 @@ class Checker:
         self._complete = True
 
     def run(
-        self, weight_map: dict[str, str] | None, unreadable: set[str], layers: int = 0, nextn: int = 0
+        self,
+        weight_map: dict[str, str] | None,
+        unreadable: set[str],
+        layers: int = 0,
+        nextn: int = 0,
+        experts: int = 0,
     ) -> None:
         """Check everything. ``unreadable`` shards excuse the tensors that the index puts there.
 
-        Layers from number ``layers`` on, ``nextn`` of them, are draft (MTP) layers.
+        Layers from number ``layers`` on, ``nextn`` of them, are draft (MTP) layers. ``experts`` is the config's
+        number of routed experts, for models without an inventory.
         """
         self._drafts = range(layers, layers + nextn) if layers else range(0)
         self._complete = not unreadable
@@ -176,6 +182,8 @@ class Checker:
             if name not in promised:
                 self._unpromised(name, stored[name])
         self._report_missing(promised)
+        if self.inventory is None and experts and self._complete:
+            self._enumerate_experts(experts)
         self._uniform()
         self._notes()
 
@@ -670,8 +678,13 @@ class Checker:
         if scheme is not None and scheme.kind == "fp4" and weight.dtype in ("U8", "I8") and weight.shape:
             promised = promised._replace(shape=(*weight.shape[:-1], weight.shape[-1] * 2))
         consumed = self._module(name, promised, scheme, leaves)
-        for leaf in sorted(set(leaves) - consumed - {"bias"}):
-            if leaf in SCALE_LEAVES:
+        bias = leaves.get("bias")
+        if bias is not None and (
+            scheme is None or (bias.dtype in PLAIN and bias.shape in (promised.shape[:1], promised.shape[:2]))
+        ):
+            consumed.add("bias")
+        for leaf in sorted(set(leaves) - consumed):
+            if leaf in SCALE_LEAVES or scheme is not None:
                 self._extra(name, leaf, leaves[leaf])
 
     # ------------------------------------------------------------ reports over many modules
@@ -724,6 +737,33 @@ class Checker:
                     f"{show(name)}.{leaf} is absent; {self.declared.format if scale else 'the config'} "
                     "promises it",
                 )
+
+    def _enumerate_experts(self, count: int) -> None:
+        """Without an inventory: every layer with experts has all of them, each with the same projections."""
+        layers: dict[str, dict[int, set[str]]] = {}
+        for name in self.contents.modules:
+            match = _EXPERT.match(name)
+            if match is not None and len(match[2]) < 7:
+                layers.setdefault(match[1], {}).setdefault(int(match[2]), set()).add(name[match.end() :])
+        for layer, experts in layers.items():
+            for number in sorted(number for number in experts if number >= count):
+                subject = f"{layer}.{number}"
+                self._beyond("expert-beyond-config", subject, subject, f"the config has {count} experts")
+            absent = count - sum(number < count for number in experts)
+            first = next((number for number in range(min(count, len(experts) + 1)) if number not in experts), 0)
+            if absent:
+                self.findings.problem(
+                    "expert-missing",
+                    f"{layer}.{first}",
+                    f"{absent:,} of {count:,} experts of {show(layer)} are absent, the first is {first}",
+                )
+            whole = set().union(*experts.values())
+            for number, projections in experts.items():
+                for projection in sorted(whole - projections):
+                    name = f"{layer}.{number}.{projection}"
+                    self.findings.problem(
+                        "tensor-missing", f"{name}.weight", f"{show(name)} is absent; other experts have it"
+                    )
 
     def _uniform(self) -> None:
         """All experts of a layer alike, all parts of a fused projection alike."""

@@ -148,9 +148,8 @@ def _list(checkpoint: Checkpoint, findings: Findings) -> None:
             findings.problem(
                 "link-escape",
                 name,
-                f"{show(name)} links to {show(str(Path(entry.path).readlink()))}, outside the checkpoint; only links "
-                "into "
-                "the blobs/ of the same hub repository may leave it",
+                f"{show(name)} links to {show(str(Path(entry.path).readlink()))}, outside the checkpoint; "
+                "only links into the blobs/ of the same hub repository may leave it",
             )
             continue
         if stat.S_ISDIR(status.st_mode) and not name.endswith((WEIGHTS, *PICKLES, ".json")):

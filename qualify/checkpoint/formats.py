@@ -71,7 +71,7 @@ def k2_compressed_tensors(
     Linears are quantised as the config declares: all but the head, or the routed experts alone. Value experts
     (MoVA) are not part of this format.
     """
-    _architecture(config, (K2_ARCHITECTURE,), contents, findings)
+    _architecture(config, (K2_ARCHITECTURE,), contents, findings, inventory is not None)
     _blocks(contents, declared, findings)
     if inventory is not None and inventory.architecture == "k2_horizon":
         if "value_expert" in contents.scope:
@@ -106,9 +106,9 @@ def mova_fp8(
     Value experts must stay BF16: the engine stacks them before it could dequantise them.
     """
     if inventory is None or inventory.architecture != "k2_horizon":
-        _architecture(config, (K2_ARCHITECTURE,), contents, findings)
+        _architecture(config, (K2_ARCHITECTURE,), contents, findings, inventory is not None)
         return "mova-fp8"
-    _architecture(config, (K2_ARCHITECTURE,), contents, findings)
+    _architecture(config, (K2_ARCHITECTURE,), contents, findings, inventory is not None)
     if not inventory.experts or "value_expert" not in contents.scope:
         kind = "a dense model" if not inventory.experts else "a model without value experts"
         findings.problem(
@@ -146,7 +146,7 @@ def qwen_mixed(
     findings: Findings,
 ) -> str:
     """ModelOpt MIXED_PRECISION with a per-layer map on Qwen3.6-MoE: FP8 and W4A16 NVFP4, groups of 16."""
-    _architecture(config, QWEN_ARCHITECTURES, contents, findings)
+    _architecture(config, QWEN_ARCHITECTURES, contents, findings, inventory is not None)
     for key, scheme in (declared.layer_map or {}).items():
         if scheme is None or scheme.name not in _MIXED_SCHEMES:
             name = scheme.name if scheme else "an algorithm of another kind"
@@ -175,7 +175,7 @@ def e2m1_k32(
                 f"{scope.quantised:,} modules of class {klass} are E2M1; the artifact serves routed experts",
             )
     if inventory is not None:
-        _architecture(config, (), contents, findings)
+        _architecture(config, (), contents, findings, True)
     return "e2m1-k32"
 
 
@@ -189,10 +189,21 @@ CAPABILITIES: dict[str, Callable[..., str]] = {
 
 
 def _architecture(
-    config: Mapping[str, Any], served: tuple[str, ...], contents: Contents, findings: Findings
+    config: Mapping[str, Any],
+    served: tuple[str, ...],
+    contents: Contents,
+    findings: Findings,
+    inventoried: bool,
 ) -> None:
     names = config.get("architectures")
     if isinstance(names, list) and len(names) == 1 and names[0] in served:
+        if not inventoried:
+            findings.problem(
+                "unsupported-architecture",
+                "model_type",
+                f"config.json has model_type {show(config.get('model_type'))}, which is not that of "
+                f"{show(names[0])}: nobody can say which tensors it promises",
+            )
         return
     quantised = next((name for name in contents.modules if name in contents.schemes), None)
     path = f", so {show(quantised)} and its scale may find no parameter" if quantised else ""

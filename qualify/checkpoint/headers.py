@@ -105,6 +105,9 @@ def read(path: str, shard: str, findings: Findings) -> Header:
             raw += chunk
     finally:
         os.close(descriptor)
+    if len(raw) < 8 + length:
+        findings.problem("header-truncated", shard, f"{show(shard)} shrank while its header was read")
+        return header
     parse(raw, header, findings)
     return header
 

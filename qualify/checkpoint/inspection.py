@@ -129,7 +129,8 @@ def _inspect(directory: str | Path, headers_only: bool, revision: str | None, we
     counts = [text.get(key) for key in ("num_hidden_layers", "num_nextn_predict_layers")]
     layers, nextn = (count if type(count) is int and 0 <= count < 1 << 20 else 0 for count in counts)
     checker = contents_module.Checker(result.contents, result.declared, inventory, findings)
-    checker.run(checkpoint.weight_map, unreadable, layers, nextn)
+    experts = inventories.expert_count(result.config)
+    checker.run(checkpoint.weight_map, unreadable, layers, nextn, experts)
     _kv_cache(result)
     if checkpoint.config is not None and result.contents.modules:
         result.artifact = formats.check(result.contents, result.declared, inventory, result.config, findings)

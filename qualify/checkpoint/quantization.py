@@ -280,6 +280,8 @@ def _ct_group(name: str, group: Any, top: Any, declared: Declared, findings: Fin
             "quantization-malformed", where, f"{where}.targets is {show(targets)}, not a list of names"
         )
         targets = []
+    if group.get("format") is None and top is None:
+        findings.problem("quantization-value", "format", f"neither quantization_config nor {where} has a format")
     label, scheme = _ct_scheme(where, weights, activations, declared, findings)
     for spelled in (group.get("format"), top):
         expected = _CT_FORMATS.get(label)
@@ -595,7 +597,8 @@ def _algorithm(algorithm: Any, group: Any, subject: str, findings: Findings) -> 
             name = ("modelopt-w4a16-nvfp4" if weight_only else "modelopt-nvfp4") + (
                 "" if group == 16 else f"-k{group}"
             )
-        scalars = (("weight_scale_2", True), ("input_scale", not weight_only))
+        # Weight-only FP4 has no use for an input scale; the E2M1 exporter writes 1.0 all the same.
+        scalars = (("weight_scale_2", True), ("input_scale", not weight_only or name == "e2m1-k32"))
         return Scheme(name, "fp4", dtype="U8", scale_dtypes=(FP8,), group=group, scalars=scalars)
     if algorithm == "MXFP8":
         return _mxfp8("modelopt-mxfp8")

@@ -13,7 +13,7 @@ from typing import Any
 
 from qualify.checkpoint.contents import Contents
 from qualify.checkpoint.quantization import Scheme
-from qualify.models.inventory import text_config
+from qualify.models.inventory import expert_count, text_config
 
 #: pairs that a report lists
 TP = (1, 2, 4, 8, 16)
@@ -43,7 +43,7 @@ class Topology:
 
 def candidates(contents: Contents, config: Mapping[str, Any]) -> list[Topology]:
     """All pairs of powers of two up to 16, with the reasons against each."""
-    experts = _experts(contents, config)
+    experts = expert_count(config)
     return [check(contents, config, tp, ep) for tp in TP for ep in TP if ep <= tp and (ep == 1 or experts)]
 
 
@@ -52,7 +52,7 @@ def check(contents: Contents, config: Mapping[str, Any], tp: int, ep: int) -> To
     if tp < 1 or ep < 1:
         return Topology(tp, ep, ("TP and EP are at least 1",))
     reasons: dict[str, None] = {}
-    experts = _experts(contents, config)
+    experts = expert_count(config)
     if ep > 1 and not experts:
         reasons[f"EP {ep}: the model has no routed experts"] = None
     if tp % ep:
@@ -114,14 +114,6 @@ def _split(
         unit = f"{share} % {block} = {share % block}"
         return f"{what}: {extent} {axis} / {label} leaves {share} a rank, {unit}: no whole blocks of {block}"
     return None
-
-
-def _experts(contents: Contents, config: Mapping[str, Any]) -> int:
-    text = text_config(config)
-    for key in ("num_experts", "n_routed_experts", "num_local_experts"):
-        if count := _number(text, key):
-            return count
-    return 0
 
 
 def _number(config: Mapping[str, Any], key: str) -> int:

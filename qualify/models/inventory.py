@@ -97,6 +97,16 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return inner if isinstance(inner, dict) else config
 
 
+def expert_count(config: Mapping[str, Any]) -> int:
+    """The number of routed experts a layer that any config states; 0 when it states none."""
+    text = text_config(config)
+    for key in ("num_experts", "n_routed_experts", "num_local_experts"):
+        value = text.get(key)
+        if type(value) is int and value > 0:
+            return value
+    return 0
+
+
 def derive(config: Mapping[str, Any], tensors: Iterable[str]) -> Inventory | None:
     """The inventory that ``config`` promises; None for an architecture without one here.
 
@@ -154,7 +164,7 @@ _K2_OPTIONAL = {
     "num_experts": lambda names, config: 0,
     "mova_num_experts": lambda names, config: 0,
     "mlp_only_layers": lambda names, config: (
-        [] if config["num_experts"] else list(range(config["num_hidden_layers"]))
+        [] if config["num_experts"] else list(range(config.get("num_hidden_layers", 0)))
     ),
     "num_shared_experts": lambda names, config: int(_any(names, ".shared_experts.gate_proj.weight")),
     "moe_gate_bias": lambda names, config: _any(names, ".mlp.gate.bias"),

@@ -408,6 +408,40 @@ def test_e2m1_input_scale_is_one(tmp_path):
     assert subjects(inspect(base, tmp_path), "scale-not-one") == [name]
 
 
+def test_models_without_an_inventory_still_need_all_experts(tmp_path):
+    root = "model.language_model.layers.0.mlp.experts"
+    for change, code, subject in (
+        (lambda n: ".experts.1." not in n, "expert-missing", f"{root}.1"),
+        (lambda n: ".experts.0." not in n, "expert-missing", f"{root}.0"),
+        (lambda n: ".experts.0.up_proj." not in n, "tensor-missing", f"{root}.0.up_proj.weight"),
+    ):
+        base = bases.e2m1()
+        base.tensors = {name: t for name, t in base.tensors.items() if change(name)}
+        assert subjects(inspect(base, tmp_path / subject), code) == [subject]
+    base = bases.e2m1()
+    base.config["n_routed_experts"] = 1
+    assert subjects(inspect(base, tmp_path / "more"), "expert-beyond-config") == [f"{root}.1"]
+    base.config["n_routed_experts"] = 10**15
+    assert "expert-missing" in codes(inspect(base, tmp_path / "many"))
+
+
+@pytest.mark.parametrize(("leaf", "dtype"), [("bias", "U8"), ("qweight", "BF16"), ("zero_point", "F32")])
+def test_unknown_companions_of_a_quantised_module(tmp_path, leaf, dtype):
+    base = bases.e2m1()
+    name = f"model.language_model.layers.0.mlp.experts.1.up_proj.{leaf}"
+    base.tensors[name] = T(dtype, [256])
+    assert subjects(inspect(base, tmp_path), "tensor-unexpected") == [name]
+
+
+@pytest.mark.parametrize("model_type", ["llama", None, 7, ["k2_horizon"]])
+def test_an_architecture_needs_its_model_type(tmp_path, model_type):
+    for name in ("b0", "b1", "b2"):
+        base = getattr(bases, name)()
+        base.config["model_type"] = model_type
+        result = inspect(base, tmp_path / name)
+        assert "unsupported-architecture" in codes(result)
+
+
 def test_e2m1_outside_the_experts_is_not_served(tmp_path):
     base = bases.e2m1()
     module = "model.language_model.layers.0.self_attn.q_proj"
