@@ -6,6 +6,7 @@ is stored (its scheme), and what the shard headers list.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -106,6 +107,9 @@ def group(tensors: Iterable[Tensor]) -> Contents:
             continue
         if module.endswith(".experts") and (match := _STACKED.match(leaf)):
             module, leaf = f"{module}.{match[1]}", _STACKED_LEAF[match[2]]
+            if match[2] == "_blocks" and len(tensor.shape) > 2:
+                # MXFP4 experts come as [experts, rows, groups, 16 bytes].
+                tensor = tensor._replace(shape=(*tensor.shape[:-2], tensor.shape[-2] * tensor.shape[-1]))
         leaves = modules.get(module)
         if leaves is None:
             leaves = modules[module] = {}
@@ -300,6 +304,8 @@ class Checker:
                 f"{_dtype(first)}), and "
                 f"{declared.origin} declares nothing of the kind",
             )
+        elif not declares and declared.unserved is not None:
+            self.believe = False  # a format whose layout nobody here knows
         elif (
             not declares
             and not quantised
@@ -498,7 +504,7 @@ class Checker:
                 if needed:
                     self._missing.setdefault(name, []).append(leaf)
             else:
-                self._scalar(tensor, shape)
+                self._scalar(tensor, name, shape)
         if scheme.kind == "fp8-tensor":
             consumed.add("input_scale")
         return consumed
@@ -536,7 +542,7 @@ class Checker:
         elif scale.dtype == "BF16" and scheme.scale == "weight_scale_inv":
             self._bf16_scales.append(scale.name)
         if scheme.kind == "fp8-tensor":
-            self._scalar(scale, shape)
+            self._scalar(scale, name, shape)
             if name.rpartition(".")[2] in FUSED:
                 self._fused_scalars.append(name)
             return {leaf}
@@ -556,12 +562,11 @@ class Checker:
             self._partial.append(name)
         return {leaf}
 
-    def _scalar(self, tensor: Tensor, shape: tuple[int, ...]) -> None:
-        count = 1
-        for extent in tensor.shape:
-            count *= extent
-        # Stacked experts may carry one scalar each.
-        if count != 1 and not (len(shape) == 3 and count == shape[0]):
+    def _scalar(self, tensor: Tensor, name: str, shape: tuple[int, ...]) -> None:
+        count = math.prod(tensor.shape)
+        # Stacked experts may carry one scalar each, and so may the parts of a projection fused on disk.
+        parts = len(FUSED.get(name.rpartition(".")[2], ()))
+        if count != 1 and not (len(shape) == 3 and count == shape[0]) and count != parts:
             self.findings.problem(
                 "scale-shape",
                 tensor.name,
@@ -671,6 +676,8 @@ class Checker:
         linear = len(weight.shape) >= 2 and klass not in ("embedding", "norm") and "conv" not in name
         if linear and klass in ("vision", "mtp") and self.inventory is not None and not is_quantised(leaves):
             linear = klass == "mtp" and self.declared.layer_map is None and self.declared.linear is not None
+        if self.declared.rule == "fp8" and klass in ("lm_head", "router") and not is_quantised(leaves):
+            linear = False  # engines never quantise these in this format, and released configs do not name them
         if not linear and klass == "dense_linear":
             klass = "other"
         promised = Promised(klass, linear, weight.shape, False)

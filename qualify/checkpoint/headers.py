@@ -142,10 +142,13 @@ def _plausible(prefix: bytes, length: int, header: Header, findings: Findings) -
         findings.problem("header-truncated", shard, f"{name} has {size} bytes, less than a header length")
         return False
     if length > MAX_HEADER:
+        start = prefix[:40].decode("latin-1")
+        readable = start.isascii() and start.replace("\n", " ").isprintable()
+        text = f"; it is a text that begins {show(start)!r}" if readable else ""
         findings.problem(
             "header-oversized",
             shard,
-            f"{name} claims a header of {length:,} bytes, above the format's limit of {MAX_HEADER:,}",
+            f"{name} claims a header of {length:,} bytes, above the format's limit of {MAX_HEADER:,}{text}",
         )
         return False
     if 8 + length > size:

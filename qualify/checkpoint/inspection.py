@@ -151,8 +151,8 @@ def _inventory(result: Inspection) -> inventories.Inventory | None:
     if config is None:
         return None
     try:
-        names = (tensor.name for header in result.headers for tensor in header.tensors)
-        inventory = inventories.derive(config, names)
+        shapes = {tensor.name: tensor.shape for header in result.headers for tensor in header.tensors}
+        inventory = inventories.derive(config, shapes)
     except Rejected as error:
         findings.problem("config-value", files.CONFIG, show(str(error), 300))
         return None

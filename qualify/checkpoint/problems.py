@@ -199,6 +199,6 @@ def show(value: object, limit: int = 120) -> str:
     Names in headers and configs are hostile input; control characters in them could rewrite a terminal.
     """
     text = value if isinstance(value, str) else repr(value)
-    if not text.isprintable():
+    if not (text.isascii() and text.isprintable()):
         text = text.encode("unicode_escape", "backslashreplace").decode("ascii")
     return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -636,6 +636,16 @@ def _flatten(source: dict[str, Any], findings: Findings) -> dict[str, Any]:
 
 def _conflicts(candidates: list[tuple[str, dict]], findings: Findings) -> None:
     """Report values that two places state differently. Absent or null is not a statement."""
+    families = {where: _family(value) for where, value in candidates}
+    if len(set(families.values())) > 1:
+        told = ", ".join(f"{where} {family}" for where, family in families.items())
+        findings.problem("quantization-conflict", "quant_method", f"two places declare different formats: {told}")
+        return
+    if "modelopt" not in families.values():
+        if len({canonical(value) for _, value in candidates}) > 1:
+            told = " and ".join(families)
+            findings.problem("quantization-conflict", "quantization_config", f"{told} differ")
+        return
     silent = Findings()
     (first, one), *others = [(where, _flatten(value, silent)) for where, value in candidates]
     for where, two in others:
@@ -655,6 +665,13 @@ def _conflicts(candidates: list[tuple[str, dict]], findings: Findings) -> None:
                 "for "
                 "ModelOpt only where config.json is silent, TensorRT-LLM and vLLM read it first",
             )
+
+
+def _family(raw: dict[str, Any]) -> str:
+    method = raw.get("quant_method")
+    if method is None and ("producer" in raw or "quantization" in raw or "quant_algo" in raw):
+        return "modelopt"
+    return "modelopt" if type(method) is str and method.startswith("modelopt") else show(method)
 
 
 _STATEMENTS = {

@@ -235,10 +235,11 @@ def check_kv(contents: Contents, paths: dict[str, str], findings: Findings) -> N
     """
     with Reader(paths) as reader:
         for tensor in contents.kv_scales:
-            if tensor.dtype != "F32" or tensor.end - tensor.start > 4096:
+            size = tensor.end - tensor.start
+            if tensor.dtype not in ("F32", "BF16") or size > 4096:
                 continue
-            raw = reader.read(tensor.shard, tensor.start, tensor.end - tensor.start)
-            for value in decode(raw[: len(raw) // 4 * 4], "F32"):
+            raw = reader.read(tensor.shard, tensor.start, size)
+            for value in decode(raw, tensor.dtype) if len(raw) == size else ():
                 if math.isfinite(value) and value * 2 > 3.4028234663852886e38:
                     findings.problem(
                         "kv-scale-overflow",

@@ -107,10 +107,10 @@ def expert_count(config: Mapping[str, Any]) -> int:
     return 0
 
 
-def derive(config: Mapping[str, Any], tensors: Iterable[str]) -> Inventory | None:
+def derive(config: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> Inventory | None:
     """The inventory that ``config`` promises; None for an architecture without one here.
 
-    ``tensors`` (names) decide only what the config leaves open: keys that may be absent. Raises ``Rejected``
+    ``tensors`` (name -> shape) decide only what the config leaves open: keys that may be absent. Raises ``Rejected``
     for a config that lacks a size or holds an impossible one.
     """
     if config.get("model_type") == "k2_horizon":
@@ -133,15 +133,12 @@ def _bounded(config: Mapping[str, Any], per_layer: Iterable[str]) -> None:
         raise Rejected(f"config.json promises more modules than any model has: {told}")
 
 
-def _k2_horizon(config: Mapping[str, Any], tensors: Iterable[str]) -> Inventory:
+def _k2_horizon(config: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> Inventory:
     _bounded(config, ("num_experts", "mova_num_experts", "num_shared_experts"))
     completed, defaulted = dict(config), {}
-    names = None
     for key, read in _K2_OPTIONAL.items():
         if key not in config:
-            names = set(tensors) if names is None else names
-            completed[key] = read(names, completed)
-            defaulted[key] = completed[key]
+            completed[key] = defaulted[key] = read(tensors, completed)
     modules = {}
     for module in k2_horizon.modules(completed):
         klass = module_class(module.name)
@@ -155,7 +152,7 @@ def _k2_horizon(config: Mapping[str, Any], tensors: Iterable[str]) -> Inventory:
     )
 
 
-def _any(names: set[str], leaf: str) -> bool:
+def _any(names: Iterable[str], leaf: str) -> bool:
     return any(name.endswith(leaf) for name in names)
 
 
@@ -166,6 +163,7 @@ _K2_OPTIONAL = {
     "mlp_only_layers": lambda names, config: (
         [] if config["num_experts"] else list(range(config.get("num_hidden_layers", 0)))
     ),
+    "intermediate_size": lambda names, config: (names.get("model.layers.0.mlp.gate_proj.weight") or (0,))[0],
     "num_shared_experts": lambda names, config: int(_any(names, ".shared_experts.gate_proj.weight")),
     "moe_gate_bias": lambda names, config: _any(names, ".mlp.gate.bias"),
     "attention_gate_func": lambda names, config: (

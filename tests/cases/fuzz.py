@@ -623,9 +623,9 @@ def _same_promise(original: Base, base: Base) -> bool:
     """True when both configs promise the same tensors."""
     from qualify.models import inventory
 
-    names = list(original.tensors)
+    shapes = {name: tuple(t.shape) for name, t in original.tensors.items()}
     try:
-        return inventory.derive(original.config, names).modules == inventory.derive(base.config, names).modules
+        return inventory.derive(original.config, shapes).modules == inventory.derive(base.config, shapes).modules
     except Exception:  # a config that promises nothing usable cannot be the same
         return False
 
@@ -639,7 +639,7 @@ def _same_declaration(original: Base, base: Base) -> bool:
     schemes = []
     for one in (original, base):
         declared = quantization.parse(one.config, one.hf_quant, Findings())
-        modules = inventory.derive(original.config, original.tensors).modules
+        modules = inventory.derive(original.config, {n: tuple(t.shape) for n, t in original.tensors.items()}).modules
         declared.bind(Names(modules), Findings())
         schemes.append({n: declared.scheme(n, p[0].linear and p[0].klass != "router") for n, p in modules.items()})
     return schemes[0] == schemes[1]

@@ -550,7 +550,6 @@ def test_sizes_that_cannot_be_right(tmp_path, key, value):
 def test_a_missing_size(tmp_path):
     for key in (
         "hidden_size",
-        "intermediate_size",
         "num_attention_heads",
         "vocab_size",
         "moe_intermediate_size",
