@@ -677,7 +677,9 @@ class Checker:
         if linear and klass in ("vision", "mtp") and self.inventory is not None and not is_quantised(leaves):
             linear = klass == "mtp" and self.declared.layer_map is None and self.declared.linear is not None
         if self.declared.rule == "fp8" and klass in ("lm_head", "router") and not is_quantised(leaves):
-            linear = False  # engines never quantise these in this format, and released configs do not name them
+            linear = (
+                False  # engines never quantise these in this format, and released configs do not name them
+            )
         if not linear and klass == "dense_linear":
             klass = "other"
         promised = Promised(klass, linear, weight.shape, False)
@@ -757,7 +759,9 @@ class Checker:
                 subject = f"{layer}.{number}"
                 self._beyond("expert-beyond-config", subject, subject, f"the config has {count} experts")
             absent = count - sum(number < count for number in experts)
-            first = next((number for number in range(min(count, len(experts) + 1)) if number not in experts), 0)
+            first = next(
+                (number for number in range(min(count, len(experts) + 1)) if number not in experts), 0
+            )
             if absent:
                 self.findings.problem(
                     "expert-missing",

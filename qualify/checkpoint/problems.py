@@ -42,7 +42,7 @@ PROBLEMS = {
     "shard-truncated": "Download the shard again: bytes are missing at its end.",
     "shard-trailing": "Download the shard again: it has bytes after its last tensor.",
     "header-truncated": "Download the shard again: the file ends inside its header.",
-    "header-oversized": "Download the shard again: its header length is beyond the format's 100 MB.",
+    "header-oversized": "Download the shard again: it claims a header larger than any real one.",
     "header-malformed": "Download the shard again: its header is not the JSON of a safetensors file.",
     "header-duplicate-key": "Do not use this shard: a name occurs twice in its header.",
     "tensor-entry": "Do not use this shard: a header entry is not {dtype, shape, data_offsets}.",

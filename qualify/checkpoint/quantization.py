@@ -281,7 +281,9 @@ def _ct_group(name: str, group: Any, top: Any, declared: Declared, findings: Fin
         )
         targets = []
     if group.get("format") is None and top is None:
-        findings.problem("quantization-value", "format", f"neither quantization_config nor {where} has a format")
+        findings.problem(
+            "quantization-value", "format", f"neither quantization_config nor {where} has a format"
+        )
     label, scheme = _ct_scheme(where, weights, activations, declared, findings)
     for spelled in (group.get("format"), top):
         expected = _CT_FORMATS.get(label)
@@ -639,7 +641,9 @@ def _conflicts(candidates: list[tuple[str, dict]], findings: Findings) -> None:
     families = {where: _family(value) for where, value in candidates}
     if len(set(families.values())) > 1:
         told = ", ".join(f"{where} {family}" for where, family in families.items())
-        findings.problem("quantization-conflict", "quant_method", f"two places declare different formats: {told}")
+        findings.problem(
+            "quantization-conflict", "quant_method", f"two places declare different formats: {told}"
+        )
         return
     if "modelopt" not in families.values():
         if len({canonical(value) for _, value in candidates}) > 1:

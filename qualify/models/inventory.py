@@ -28,7 +28,7 @@ CLASSES = (
     "other",
 )
 #: Modules that any real model stays below by an order of magnitude.
-MAX_MODULES = 1_000_000
+MAX_MODULES = 400_000
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 

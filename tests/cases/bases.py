@@ -54,7 +54,9 @@ class T:
             assert len(self.data) == count * BITS[self.dtype] // 8, name
             return self.data
         scale = "scale" in name.rpartition(".")[2]
-        return (ONE.get(self.dtype, b"\x01" * (BITS[self.dtype] // 8)) if scale else bytes(BITS[self.dtype] // 8)) * count
+        return (
+            ONE.get(self.dtype, b"\x01" * (BITS[self.dtype] // 8)) if scale else bytes(BITS[self.dtype] // 8)
+        ) * count
 
 
 def header_bytes(tensors: dict[str, T], metadata: dict[str, str] | None = None) -> bytes:

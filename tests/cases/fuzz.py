@@ -133,7 +133,9 @@ def legal(raw: bytes, size: int) -> bool:
     repeated = []
 
     def pairs(items):
-        repeated.extend(key for i, (key, _) in enumerate(items) if any(key == other for other, _ in items[:i]))
+        repeated.extend(
+            key for i, (key, _) in enumerate(items) if any(key == other for other, _ in items[:i])
+        )
         return dict(items)
 
     try:
@@ -191,12 +193,21 @@ def header_input(rng: random.Random) -> dict[str, Any]:
     end = max((e["data_offsets"][1] for e in document.values() if _has_end(e)), default=data)
     length = len(body) if rng.random() < 0.95 else rng.choice((0, 1, len(body) + 1, 1 << 40, 99_999_999))
     size = 8 + len(body) + end + rng.choice((0, 0, 0, 0, 0, 1, -1, 64, -64))
-    return {"kind": "header", "raw": base64.b64encode(struct.pack("<Q", length) + body).decode(), "size": max(size, 8)}
+    return {
+        "kind": "header",
+        "raw": base64.b64encode(struct.pack("<Q", length) + body).decode(),
+        "size": max(size, 8),
+    }
 
 
 def _has_end(entry: Any) -> bool:
     offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
-    return isinstance(offsets, list) and len(offsets) == 2 and type(offsets[1]) is int and 0 <= offsets[1] < 1 << 40
+    return (
+        isinstance(offsets, list)
+        and len(offsets) == 2
+        and type(offsets[1]) is int
+        and 0 <= offsets[1] < 1 << 40
+    )
 
 
 def _mutate_header(document: dict[str, Any], rng: random.Random) -> None:
@@ -209,7 +220,9 @@ def _mutate_header(document: dict[str, Any], rng: random.Random) -> None:
     if kind == 0:
         del document[name]
     elif kind == 1:
-        document[rng.choice(("", "__metadata__", "x" * 600, "\ud800", "a\x00b", name + "2"))] = document.pop(name)
+        document[rng.choice(("", "__metadata__", "x" * 600, "\ud800", "a\x00b", name + "2"))] = document.pop(
+            name
+        )
     elif kind == 2:
         document[name] = rng.choice(VALUES)
     elif not isinstance(entry, dict) or not entry:
@@ -217,7 +230,9 @@ def _mutate_header(document: dict[str, Any], rng: random.Random) -> None:
     elif kind == 3:
         entry["dtype"] = rng.choice([*DTYPES, "F4", "BOOL", "C64", "", None, 3])
     elif kind == 4:
-        entry["shape"] = [rng.choice((0, 1, 2, 127, 128, 256, 1 << 40, -1, 1.5, True)) for _ in range(rng.randrange(10))]
+        entry["shape"] = [
+            rng.choice((0, 1, 2, 127, 128, 256, 1 << 40, -1, 1.5, True)) for _ in range(rng.randrange(10))
+        ]
     elif kind == 5 and isinstance(entry.get("shape"), list) and entry["shape"]:
         entry["shape"][rng.randrange(len(entry["shape"]))] = rng.choice(VALUES)
     elif kind == 6 and isinstance(entry.get("data_offsets"), list) and len(entry["data_offsets"]) == 2:
@@ -243,7 +258,9 @@ def _mutate_bytes(body: bytes, rng: random.Random) -> bytes:
         if kind == 0 and data:
             data[place] ^= 1 << rng.randrange(8)
         elif kind == 1:
-            data[place:place] = rng.choice((b"[", b"{", b'"', b"\\", b",", b"\x00", b"\xff", b"9" * 5000, b"[" * 2000, b"NaN"))
+            data[place:place] = rng.choice(
+                (b"[", b"{", b'"', b"\\", b",", b"\x00", b"\xff", b"9" * 5000, b"[" * 2000, b"NaN")
+            )
         elif kind == 2:
             del data[place : place + rng.randrange(1, 9)]
         else:
@@ -308,26 +325,58 @@ def _operation(base: Base, rng: random.Random) -> list[Any]:
         )
         return ["rename", tensor, new]
     if kind == 4:
-        leaf = rng.choice(("bias", "weight_scale", "weight_scale_inv", "input_scale", "k_scale", "qweight", "weight_packed"))
-        return ["add", f"{tensor.rpartition('.')[0]}.{leaf}", rng.choice(DTYPES), rng.choice(([], [1], [2, 2], [256]))]
+        leaf = rng.choice(
+            ("bias", "weight_scale", "weight_scale_inv", "input_scale", "k_scale", "qweight", "weight_packed")
+        )
+        return [
+            "add",
+            f"{tensor.rpartition('.')[0]}.{leaf}",
+            rng.choice(DTYPES),
+            rng.choice(([], [1], [2, 2], [256])),
+        ]
     if kind == 5:
         scales = [n for n in names if "scale" in n.rpartition(".")[2]]
-        return ["scale", rng.choice(scales), rng.choice(("nan", "inf", "-inf", "zero", "negative", "-zero")), rng.random()]
+        return [
+            "scale",
+            rng.choice(scales),
+            rng.choice(("nan", "inf", "-inf", "zero", "negative", "-zero")),
+            rng.random(),
+        ]
     if kind in (6, 7, 8):
         document = rng.choice(("config", "quantization", "quantization", "hf"))
         path = _random_path(_document(base, document), rng)
-        return ["set", document, path, rng.choice(VALUES)] if rng.random() < 0.75 else ["unset", document, path]
+        return (
+            ["set", document, path, rng.choice(VALUES)] if rng.random() < 0.75 else ["unset", document, path]
+        )
     if kind == 9:
-        key = rng.choice(("scale_fmt", "fmt", "surprise", "quantized_layers", "ignore", "ignored_layers", "kv_cache_scheme"))
+        key = rng.choice(
+            (
+                "scale_fmt",
+                "fmt",
+                "surprise",
+                "quantized_layers",
+                "ignore",
+                "ignored_layers",
+                "kv_cache_scheme",
+            )
+        )
         return ["set", rng.choice(("quantization", "hf")), [key], rng.choice(VALUES)]
     if kind == 10:
-        entry = rng.choice((tensor.rpartition(".")[0], tensor, "lm_head", "", "re:.*", "model", "0", "x.", "*"))
+        entry = rng.choice(
+            (tensor.rpartition(".")[0], tensor, "lm_head", "", "re:.*", "model", "0", "x.", "*")
+        )
         return ["ignore", entry]
     if kind == 11:
         return ["unignore", rng.random()]
     if kind == 12:
         return ["index", rng.choice(("drop", "move", "phantom", "absent", "total", "garbage")), tensor]
-    return ["file", rng.choice(("bin", "stray", "truncate", "extend", "lfs", "html", "empty", "config-bytes", "index-bytes")), rng.random()]
+    return [
+        "file",
+        rng.choice(
+            ("bin", "stray", "truncate", "extend", "lfs", "html", "empty", "config-bytes", "index-bytes")
+        ),
+        rng.random(),
+    ]
 
 
 def _document(base: Base, name: str) -> Any:
@@ -374,7 +423,10 @@ def _apply(base: Base, operation: list[Any], files: list[list[Any]]) -> None:
             else:
                 document.pop(last, None)
     elif kind in ("ignore", "unignore"):
-        for quantization in (base.config.get("quantization_config"), (base.hf_quant or {}).get("quantization")):
+        for quantization in (
+            base.config.get("quantization_config"),
+            (base.hf_quant or {}).get("quantization"),
+        ):
             if not isinstance(quantization, dict):
                 continue
             for key in ("ignore", "ignored_layers", "exclude_modules"):
@@ -386,8 +438,22 @@ def _apply(base: Base, operation: list[Any], files: list[list[Any]]) -> None:
 
 
 _BAD = {
-    "F32": {"nan": "0000c07f", "inf": "0000807f", "-inf": "000080ff", "zero": "00000000", "negative": "000080bf", "-zero": "00000080"},
-    "BF16": {"nan": "c07f", "inf": "807f", "-inf": "80ff", "zero": "0000", "negative": "80bf", "-zero": "0080"},
+    "F32": {
+        "nan": "0000c07f",
+        "inf": "0000807f",
+        "-inf": "000080ff",
+        "zero": "00000000",
+        "negative": "000080bf",
+        "-zero": "00000080",
+    },
+    "BF16": {
+        "nan": "c07f",
+        "inf": "807f",
+        "-inf": "80ff",
+        "zero": "0000",
+        "negative": "80bf",
+        "-zero": "0080",
+    },
     "F8_E4M3": {"nan": "7f", "inf": "ff", "-inf": "ff", "zero": "00", "negative": "b8", "-zero": "80"},
 }
 
@@ -494,7 +560,11 @@ def _mutate_files(directory: Path, what: str, where: float, shards: list[str], i
             file.write(b"x")
         return True
     if what in ("lfs", "html", "empty"):
-        content = {"lfs": b"version https://git-lfs.github.com/spec/v1\n", "html": b"<html></html>", "empty": b""}
+        content = {
+            "lfs": b"version https://git-lfs.github.com/spec/v1\n",
+            "html": b"<html></html>",
+            "empty": b"",
+        }
         shard.write_bytes(content[what])
         return True
     name = "config.json" if what == "config-bytes" else "model.safetensors.index.json"
@@ -548,7 +618,9 @@ def run_checkpoint(case: dict[str, Any], workdir: Path) -> list[str]:
         facts = result.as_dict()
         json.dumps(facts)
         report.render(
-            facts | {"catalogue": {"status": "unknown", "reason": ""}}, result.findings.problems, result.findings.notes
+            facts | {"catalogue": {"status": "unknown", "reason": ""}},
+            result.findings.problems,
+            result.findings.notes,
         )
         if result.verdict == "accepted":
             _judge(original, base, defective, case)
@@ -581,11 +653,22 @@ def _harmless_tensors(new: dict[str, Any], old: dict[str, Any], case: dict[str, 
         if case["base"] == "e2m1" and _e2m1_unknowable(new, old, name):
             continue
         if one is not None and two is not None and leaf.startswith(("weight_scale", "input_scale")):
-            fine_dtype = {one[0], two[0]} <= {"BF16", "F32"} and case["base"] in ("b0", "b0_moe", "b2", "e2m1")
+            fine_dtype = {one[0], two[0]} <= {"BF16", "F32"} and case["base"] in (
+                "b0",
+                "b0_moe",
+                "b2",
+                "e2m1",
+            )
             scalar = _count(one[1]) == _count(two[1]) == 1
             if (one[2] is None) and (one[1] == two[1] or scalar) and (fine_dtype or one[0] == two[0]):
                 continue
-        if case["base"] == "b2" and one is not None and two is not None and one[2] is None and one[1] == two[1]:
+        if (
+            case["base"] == "b2"
+            and one is not None
+            and two is not None
+            and one[2] is None
+            and one[1] == two[1]
+        ):
             if leaf in ("A_log", "dt_bias") or "norm" in name or "conv1d" in name:
                 if one[0] in ("BF16", "F32"):
                     continue
@@ -625,7 +708,9 @@ def _same_promise(original: Base, base: Base) -> bool:
 
     shapes = {name: tuple(t.shape) for name, t in original.tensors.items()}
     try:
-        return inventory.derive(original.config, shapes).modules == inventory.derive(base.config, shapes).modules
+        return (
+            inventory.derive(original.config, shapes).modules == inventory.derive(base.config, shapes).modules
+        )
     except Exception:  # a config that promises nothing usable cannot be the same
         return False
 
@@ -639,9 +724,13 @@ def _same_declaration(original: Base, base: Base) -> bool:
     schemes = []
     for one in (original, base):
         declared = quantization.parse(one.config, one.hf_quant, Findings())
-        modules = inventory.derive(original.config, {n: tuple(t.shape) for n, t in original.tensors.items()}).modules
+        modules = inventory.derive(
+            original.config, {n: tuple(t.shape) for n, t in original.tensors.items()}
+        ).modules
         declared.bind(Names(modules), Findings())
-        schemes.append({n: declared.scheme(n, p[0].linear and p[0].klass != "router") for n, p in modules.items()})
+        schemes.append(
+            {n: declared.scheme(n, p[0].linear and p[0].klass != "router") for n, p in modules.items()}
+        )
     return schemes[0] == schemes[1]
 
 
@@ -667,9 +756,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--inputs", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--headers", type=float, default=0.5, help="share of header inputs")
-    parser.add_argument("--workdir", type=Path, help="where checkpoints are written (default: a temporary directory)")
+    parser.add_argument(
+        "--workdir", type=Path, help="where checkpoints are written (default: a temporary directory)"
+    )
     parser.add_argument("--corpus", type=Path, help="keep the first input of every new set of codes here")
-    parser.add_argument("--failures", type=Path, default=Path("fuzz-failures"), help="where failing inputs go")
+    parser.add_argument(
+        "--failures", type=Path, default=Path("fuzz-failures"), help="where failing inputs go"
+    )
     args = parser.parse_args(argv)
     signal.signal(signal.SIGALRM, _hang)
     rng = random.Random(args.seed)

@@ -696,6 +696,8 @@ def test_52_a_long_shard(tmp_path, more):
         (b"PK\x03\x04" + bytes(100), "pickle-weights"),
         (b"\x80\x02}q\x00X" + bytes(100), "pickle-weights"),
         (struct.pack("<Q", 8) + b"notjson!", "header-malformed"),
+        (b'{"error":"Repository not found"}', "header-oversized"),
+        (b"Invalid credentials in Authorization header", "header-oversized"),
     ],
 )
 def test_53_what_is_not_a_shard_is_named(tmp_path, content, code):

@@ -52,6 +52,59 @@ def test_formats_that_nobody_serves_are_named(tmp_path, method, name):
     assert name in messages(result, "unsupported-format")
 
 
+def test_stacked_mxfp4_experts_are_well_formed(tmp_path):
+    base = bases.b3()
+    base.tensors = {name: t for name, t in base.tensors.items() if "experts" not in name}
+    for leaf, rows in (("gate_up_proj", 512), ("down_proj", 256)):
+        module = f"model.layers.0.mlp.experts.{leaf}"
+        base.tensors[f"{module}_blocks"] = T("U8", [2, rows, 8, 16])
+        base.tensors[f"{module}_scales"] = T("U8", [2, rows, 8])
+        base.tensors[f"{module}_bias"] = T("BF16", [2, rows])
+    result = inspect(base, tmp_path)
+    assert result.contents.format == "mxfp4"
+    assert codes(result) == {"unsupported-format"}
+
+
+def test_block_fp8_of_other_models_names_neither_head_nor_router(tmp_path):
+    base = bases.b1_dense()
+    base.config |= {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
+    del base.quantization["ignored_layers"]
+    bases.bf16(base.tensors, "model.layers.0.mlp.gate", 8, 256)
+    result = inspect(base, tmp_path)
+    assert result.contents.format == "fp8-block"
+    assert codes(result) == {"unsupported-architecture"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "fits"), [([], True), ([1], True), ([2], True), ([3], False), ([2, 2], False)]
+)
+def test_scalars_of_a_projection_fused_on_disk(tmp_path, shape, fits):
+    base = bases.b2()
+    base.config |= {"model_type": "other", "architectures": ["OtherForCausalLM"]}
+    base.hf_quant = None
+    module = "model.layers.0.mlp.gate_up_proj"
+    base.tensors = {
+        f"{module}.weight": T("F8_E4M3", [512, 256]),
+        f"{module}.weight_scale": T("F32", shape),
+        f"{module}.input_scale": T("F32", []),
+    }
+    base.quantization |= {"quantized_layers": {module: {"quant_algo": "FP8"}}, "exclude_modules": []}
+    assert ("scale-shape" not in codes(inspect(base, tmp_path))) is fits
+
+
+def test_two_families_in_two_files(tmp_path):
+    base = bases.b0()
+    base.hf_quant = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+    result = inspect(base, tmp_path / "files")
+    assert codes(result) == {"quantization-conflict"}
+    assert "hf_quant_config.json modelopt" in messages(result, "quantization-conflict")
+    base = bases.b0()
+    base.config["compression_config"] = base.quantization | {"ignore": []}
+    assert "quantization-conflict" in codes(inspect(base, tmp_path / "keys"))
+    base.config["compression_config"] = copy.deepcopy(base.quantization)
+    assert codes(inspect(base, tmp_path / "equal")) == set()
+
+
 def test_nvfp4_alone_is_modelopt_nvfp4(tmp_path):
     base = bases.e2m1()
     base.quantization |= {"quant_algo": "NVFP4", "group_size": 16}
