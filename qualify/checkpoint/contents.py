@@ -689,11 +689,12 @@ class Checker:
         consumed = self._module(name, promised, scheme, leaves)
         bias = leaves.get("bias")
         if bias is not None and (
-            scheme is None or (bias.dtype in PLAIN and bias.shape in (promised.shape[:1], promised.shape[:2]))
+            bias.dtype in PLAIN and (scheme is None or bias.shape in (promised.shape[:1], promised.shape[:2]))
         ):
             consumed.add("bias")
         for leaf in sorted(set(leaves) - consumed):
-            if leaf in SCALE_LEAVES or scheme is not None:
+            narrow = leaves[leaf].dtype in NARROW or leaves[leaf].dtype == "U8"
+            if leaf in SCALE_LEAVES or scheme is not None or (narrow and self.believe):
                 self._extra(name, leaf, leaves[leaf])
 
     # ------------------------------------------------------------ reports over many modules
