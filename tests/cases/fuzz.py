@@ -1,6 +1,6 @@
 """Structure-aware fuzzing of the inspection: no crash, no hang, no wrong "accepted".
 
-    python3 -m tests.cases.fuzz --inputs 1000000 --seed 1 [--workdir /dev/shm] [--corpus tests/cases/corpus]
+    python3 -m tests.cases.fuzz --inputs 1000000 --seed 1 [--workdir /dev/shm] [--corpus tests/cases/corpus.jsonl]
 
 Two kinds of input, both made from the tiny bases:
 
@@ -12,7 +12,7 @@ Two kinds of input, both made from the tiny bases:
   verdict must be "rejected".
 
 Inputs are data (JSON), so that each can be replayed. With ``--corpus``, the first input of every new set of problem
-codes is kept there, with the codes it gave.
+codes is appended to that file, with the codes it gave; :func:`replay` runs them again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.cases.bases import BITS, Base, T
 
 #: seconds that one input may take
 LIMIT = 20
-CORPUS = Path(__file__).resolve().parent / "corpus"
+CORPUS = Path(__file__).resolve().parent / "corpus.jsonl"
 BASES = ("b0", "b1", "b0_moe", "b2", "e2m1")
 DTYPES = ["F8_E4M3", "BF16", "F32", "U8", "F16", "F8_E5M2", "F8_E8M0", "I8", "I32", "F64"]
 VALUES: list[Any] = [
@@ -746,6 +746,13 @@ def run(case: dict[str, Any], workdir: Path) -> list[str]:
         signal.alarm(0)
 
 
+def replay(workdir: Path) -> list[tuple[dict[str, Any], list[str]]]:
+    """Run every input of the committed corpus; return (input with the codes it gave when kept, codes now)."""
+    signal.signal(signal.SIGALRM, _hang)
+    cases = [json.loads(line) for line in CORPUS.read_text().splitlines()]
+    return [(case, run(case, workdir)) for case in cases]
+
+
 def _hang(*_: object) -> None:
     raise Failure(f"took more than {LIMIT} s")
 
@@ -759,7 +766,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--workdir", type=Path, help="where checkpoints are written (default: a temporary directory)"
     )
-    parser.add_argument("--corpus", type=Path, help="keep the first input of every new set of codes here")
+    parser.add_argument("--corpus", type=Path, help="append the first input of every new set of codes")
     parser.add_argument(
         "--failures", type=Path, default=Path("fuzz-failures"), help="where failing inputs go"
     )
@@ -787,8 +794,8 @@ def main(argv: list[str] | None = None) -> int:
             counts["accepted"] += not codes
             key = (case["kind"], *codes)
             if args.corpus is not None and key not in seen and len(seen) < 400:
-                args.corpus.mkdir(parents=True, exist_ok=True)
-                (args.corpus / f"{len(seen):04d}.json").write_text(json.dumps(case | {"codes": codes}) + "\n")
+                with args.corpus.open("a") as file:
+                    file.write(json.dumps(case | {"codes": codes}) + "\n")
             seen.add(key)
             if number % 50_000 == 49_999:
                 rate = (number + 1) / (time.monotonic() - began)
