@@ -1,8 +1,9 @@
 """K2-Horizon: the tensors that a ``config.json`` promises. Standard library only.
 
 Sources of the facts: the published configs under ``tests/data`` (the 3,408 ``ignored_layers`` of the MoVA
-checkpoint name every module outside its routed experts) and the published safetensors header of the dense 7B.
-Names are those of the Hugging Face layout, shapes are ``(out, in)``, dtypes are spelt as in safetensors headers.
+checkpoint name every module outside its routed experts) and the published safetensors header of the dense
+7B. Names are those of the Hugging Face layout, shapes are ``(out, in)``, dtypes are spelt as in safetensors
+headers.
 """
 
 from __future__ import annotations

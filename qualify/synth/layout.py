@@ -13,9 +13,9 @@ from qualify.models.k2_horizon import ITEMSIZE, Tensor
 #: Key in ``config.json`` (and in the metadata of each shard) that marks a checkpoint as synthetic.
 MARK = "horizon_images_synthetic"
 
-#: Reduced dimensions of ``--tiny``. No two extents of one matrix are equal where the published ones differ, so
-#: that a transposed or swapped tensor cannot fit; all expert extents are whole blocks of 128, also over two
-#: tensor-parallel ranks, and heads and experts divide by four.
+#: Reduced dimensions of ``--tiny``. No two extents of one matrix are equal where the published ones differ,
+#: so that a transposed or swapped tensor cannot fit; all expert extents are whole blocks of 128, also over
+#: two tensor-parallel ranks, and heads and experts divide by four.
 TINY = {
     "hidden_size": 384,
     "intermediate_size": 512,
@@ -38,7 +38,8 @@ SHARD_BYTES, TINY_SHARD_BYTES = 5_000_000_000, 4_000_000
 
 
 def derive_config(source: Mapping[str, Any], *, tiny: bool, layers: int | None) -> dict[str, Any]:
-    """Return the config of the synthetic checkpoint: ``source`` with reduced dimensions and nothing else changed.
+    """Return the config of the synthetic checkpoint: ``source`` with reduced dimensions and nothing else
+    changed.
 
     ``tiny`` replaces the extents by :data:`TINY`; ``layers`` sets the number of layers (the dense prefix is
     kept whole). ``ignored_layers`` is written anew for the layers and experts that are left, by the published

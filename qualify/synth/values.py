@@ -1,9 +1,9 @@
 """Values of synthetic tensors, on a CPU with numpy.
 
-Every tensor is a function of (seed, its name, its shape, the knobs) alone: shards can be written in any order,
-and a tensor keeps its values when the number of layers or shards changes. Block scales and FP8 codes are drawn
-independently: the codes as normal numbers with a standard deviation of ``CODE_DEVIATION``, the scales so that
-code times scale has the wanted deviation.
+Every tensor is a function of (seed, its name, its shape, the knobs) alone: shards can be written in any
+order, and a tensor keeps its values when the number of layers or shards changes. Block scales and FP8 codes
+are drawn independently: the codes as normal numbers with a standard deviation of ``CODE_DEVIATION``, the
+scales so that code times scale has the wanted deviation.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ def encode_bf16(values: numpy.ndarray) -> numpy.ndarray:
 
 
 def encode_e4m3(values: numpy.ndarray) -> numpy.ndarray:
-    """float32 -> E4M3 codes (the ``fn`` variant: no infinity), nearest value, saturating at 448; never NaN."""
+    """float32 -> E4M3 codes (the ``fn`` variant: no infinity), nearest value, saturating at 448; never
+    NaN."""
     # Ties go to the smaller magnitude: the draws are continuous, a tie has no weight.
     magnitude = numpy.searchsorted(_E4M3_MIDPOINTS, numpy.abs(values)).astype(numpy.uint8)
     return magnitude | (numpy.signbit(values).astype(numpy.uint8) << 7)
@@ -105,7 +106,6 @@ def decode_e4m3(codes: numpy.ndarray) -> numpy.ndarray:
     value = numpy.where(exponent == 0, mantissa * numpy.float32(2.0**-9), normal).astype(numpy.float32)
     value = numpy.where((codes & 0x7F) == 0x7F, numpy.float32("nan"), value)
     return numpy.where(codes & 0x80, -value, value)
-
 
 
 _E4M3 = decode_e4m3(numpy.arange(0x7F, dtype=numpy.uint8))
