@@ -78,9 +78,7 @@ def write(directory: Path, config: dict, raw: bytes, shards: int) -> int:
     write_headers_only(
         directory,
         {
-            f"model-{i + 1:05d}-of-{shards:05d}.safetensors": {
-                n: tensors[n] for n in names[i * step : (i + 1) * step]
-            }
+            f"model-{i + 1:05d}-of-{shards:05d}.safetensors": {n: tensors[n] for n in names[i * step : (i + 1) * step]}
             for i in range(shards)
         },
         raw,

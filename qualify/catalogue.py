@@ -56,11 +56,7 @@ class Entry:
         roles = [file.role for file in self.files]
         weights = roles.count("weights")
         return bool(
-            self.reviewed_by
-            and self.revision
-            and "config" in roles
-            and weights
-            and (weights == 1 or "index" in roles)
+            self.reviewed_by and self.revision and "config" in roles and weights and (weights == 1 or "index" in roles)
         )
 
     @property
@@ -113,9 +109,7 @@ def _artifact(raw: dict[str, Any]) -> Artifact:
 
 
 def _entry(artifact: str, raw: dict[str, Any]) -> Entry:
-    files = tuple(
-        File(file["role"], file["name"], file["sha256"], file.get("bytes")) for file in raw.get("files", ())
-    )
+    files = tuple(File(file["role"], file["name"], file["sha256"], file.get("bytes")) for file in raw.get("files", ()))
     entry = Entry(
         artifact,
         raw["name"],
@@ -183,9 +177,8 @@ def lookup(artifacts: dict[str, Artifact], identity: dict[str, Any]) -> dict[str
                 result["reason"] = f"the entry of {entry.repository} has not been reviewed"
             else:
                 result["status"] = "catalogued"
-                result["reason"] = (
-                    f"config and headers are those of {entry.repository} at {entry.revision[:12]}"
-                    + ("" if entry.pinned else f"; {entry.unpinned}")
+                result["reason"] = f"config and headers are those of {entry.repository} at {entry.revision[:12]}" + (
+                    "" if entry.pinned else f"; {entry.unpinned}"
                 )
                 return result
             nearest = result

@@ -17,9 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="directory with config.json and *.safetensors")
     parser.add_argument("--json", action="store_true", help="the same facts for a machine")
     parser.add_argument("--headers-only", action="store_true", help="do not read the values of scales")
-    parser.add_argument(
-        "--scan-weights", action="store_true", help="also look for NaN codes in FP8 weights (slow)"
-    )
+    parser.add_argument("--scan-weights", action="store_true", help="also look for NaN codes in FP8 weights (slow)")
     parser.add_argument("--revision", metavar="SHA", help="the snapshot that must be on disk (40 hex digits)")
 
 

@@ -31,13 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repository", metavar="OWNER/NAME", help="where they come from (default: the hub cache's name)"
     )
-    parser.add_argument(
-        "--revision", metavar="SHA", help="their commit, 40 hex digits (default: the hub cache's)"
-    )
+    parser.add_argument("--revision", metavar="SHA", help="their commit, 40 hex digits (default: the hub cache's)")
     parser.add_argument("--epoch", metavar="YYYY-MM-DD", help="the new source epoch (default: today, UTC)")
-    parser.add_argument(
-        "--output", metavar="FILE", help="the proposal (default: build/pins/<name>-<epoch>.toml)"
-    )
+    parser.add_argument("--output", metavar="FILE", help="the proposal (default: build/pins/<name>-<epoch>.toml)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,9 +48,7 @@ def run(args: argparse.Namespace) -> int:
         )
     artifact = result.artifact
     if artifact is None:
-        raise Rejected(
-            f"no artifact serves {result.contents.format} checkpoints; there is nothing to pin it for"
-        )
+        raise Rejected(f"no artifact serves {result.contents.format} checkpoints; there is nothing to pin it for")
     repository = args.repository or hub_repository(result.checkpoint.root)
     revision = args.revision or revision_of(result.checkpoint)
     if repository is not None and not _NAME.match(repository):
@@ -93,8 +87,7 @@ def proposal(
 ) -> str:
     """The text of a proposal: a catalogue entry that is not reviewed, and therefore matches nothing yet."""
     lines = [
-        f"# Proposal for recipes/{artifact}.toml, written by `python3 -m qualify pin`. It accepts nothing "
-        "by itself:",
+        f"# Proposal for recipes/{artifact}.toml, written by `python3 -m qualify pin`. It accepts nothing by itself:",
         "# compare the revision with the publisher's page, then copy it there with reviewed_by filled in.",
         "",
         "[[checkpoints]]",

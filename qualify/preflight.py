@@ -27,22 +27,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--artifact", required=True, metavar="A", help="artifact: a file name in recipes/ without .toml"
     )
-    parser.add_argument(
-        "--model-dir", required=True, metavar="DIR", help="directory with config.json and shards"
-    )
+    parser.add_argument("--model-dir", required=True, metavar="DIR", help="directory with config.json and shards")
     parser.add_argument("--tp", required=True, type=int, metavar="N", help="tensor parallelism")
     parser.add_argument("--ep", type=int, default=1, metavar="N", help="expert parallelism (default 1)")
     parser.add_argument("--arch", metavar="ARCH", help="GPU architecture: sm90, 9.0, sm120, ...")
-    parser.add_argument(
-        "--uncatalogued", action="store_true", help="accept a checkpoint that nobody vouches for"
-    )
+    parser.add_argument("--uncatalogued", action="store_true", help="accept a checkpoint that nobody vouches for")
     parser.add_argument("--revision", metavar="SHA", help="the snapshot that must be on disk (40 hex digits)")
     parser.add_argument(
         "--router-partitions",
         type=int,
         metavar="N",
-        help="GEMM partitions of the training router, 1 or 2, as the operator declares them (also "
-        "ROUTER_PARTITIONS)",
+        help="GEMM partitions of the training router, 1 or 2, as the operator declares them (also ROUTER_PARTITIONS)",
     )
     parser.add_argument("--cache-dir", metavar="DIR", help="cache to check: writable, outside the checkpoint")
     parser.add_argument("--mountinfo", default=str(MOUNTINFO), metavar="FILE", help=argparse.SUPPRESS)
@@ -54,9 +49,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         artifacts = catalogue.load()
         if args.artifact not in artifacts:
-            raise Rejected(
-                f"artifact {show(args.artifact)} is unknown; recipes/ has {', '.join(sorted(artifacts))}"
-            )
+            raise Rejected(f"artifact {show(args.artifact)} is unknown; recipes/ has {', '.join(sorted(artifacts))}")
         result = inspection.inspect(args.model_dir, revision=args.revision)
         facts = check(result, artifacts, args)
     except (CannotRun, Rejected) as error:
@@ -64,9 +57,7 @@ def run(args: argparse.Namespace) -> int:
             verdict = "cannot-run" if isinstance(error, CannotRun) else "rejected"
             facts = inspect.cannot_run(str(error)) | {"verdict": verdict}
             if verdict == "rejected":
-                facts["problems"] = [
-                    {"code": "artifact-unknown", "subject": args.artifact, "message": str(error)}
-                ]
+                facts["problems"] = [{"code": "artifact-unknown", "subject": args.artifact, "message": str(error)}]
             print(json.dumps(facts, indent=1))
         raise
     if args.json:
@@ -121,9 +112,7 @@ def _format(result: inspection.Inspection, artifact: catalogue.Artifact, finding
         elif any(problem.code == "declared-not-stored" for problem in findings.problems):
             findings.problem("bf16-only", found, f"the weights are {found}, whatever the config declares")
         else:
-            findings.problem(
-                "bf16-only", found, f"the weights are {found}, not FP8: {artifact.name} serves {serves}"
-            )
+            findings.problem("bf16-only", found, f"the weights are {found}, not FP8: {artifact.name} serves {serves}")
         return
     findings.problem("artifact-format", found, f"the format is {found}; {artifact.name} serves {serves}")
 
@@ -131,9 +120,7 @@ def _format(result: inspection.Inspection, artifact: catalogue.Artifact, finding
 def _topology(result: inspection.Inspection, tp: int, ep: int, findings: Findings) -> None:
     chosen = topology.check(result.contents, result.config, tp, ep)
     works = [
-        f"TP{item.tp}" + (f"+EP{item.ep}" if item.ep > 1 else "")
-        for item in result.topologies
-        if not item.reasons
+        f"TP{item.tp}" + (f"+EP{item.ep}" if item.ep > 1 else "") for item in result.topologies if not item.reasons
     ]
     for reason in chosen.reasons:
         findings.problem(
@@ -143,16 +130,12 @@ def _topology(result: inspection.Inspection, tp: int, ep: int, findings: Finding
         )
 
 
-def _arch(
-    result: inspection.Inspection, artifact: catalogue.Artifact, arch: str | None, findings: Findings
-) -> None:
+def _arch(result: inspection.Inspection, artifact: catalogue.Artifact, arch: str | None, findings: Findings) -> None:
     if arch is None:
         return
     match = re.fullmatch(r"(?:sm_?)?(\d{1,3})(?:\.(\d))?[af]?", arch.strip().lower())
     if match is None:
-        findings.problem(
-            "arch-unsupported", arch[:60], f"{show(arch)} is no GPU architecture like sm90 or 9.0"
-        )
+        findings.problem("arch-unsupported", arch[:60], f"{show(arch)} is no GPU architecture like sm90 or 9.0")
         return
     name = f"sm{match[1]}{match[2] or ''}"
     status = artifact.targets.get(name)
@@ -162,11 +145,7 @@ def _arch(
             "arch-unsupported",
             name,
             f"{artifact.name} lists {', '.join(artifact.targets)}, not {name}"
-            + (
-                f"; {near[0]} is a different architecture: kernels built for it need not run on {name}"
-                if near
-                else ""
-            ),
+            + (f"; {near[0]} is a different architecture: kernels built for it need not run on {name}" if near else ""),
         )
         return
     if status == "not-run":
@@ -174,9 +153,7 @@ def _arch(
     if name == "sm90" and any(
         scope.schemes and any(s.kind == "fp4" for s in scope.schemes) for scope in _scopes(result)
     ):
-        findings.note(
-            "no-native-fp4", name, "sm90 has no FP4 arithmetic: FP4 weights are expanded to 16 bits (W4A16)"
-        )
+        findings.note("no-native-fp4", name, "sm90 has no FP4 arithmetic: FP4 weights are expanded to 16 bits (W4A16)")
 
 
 def _scopes(result: inspection.Inspection):
@@ -202,9 +179,7 @@ def _provenance(result: inspection.Inspection, declared: int | None, findings: F
             "results; declare it with --router-partitions N or ROUTER_PARTITIONS=N",
         )
     elif value is not None and value not in (1, 2):
-        findings.problem(
-            "router-provenance", inspection.PROVENANCE, f"router partitions {show(value)}: it is 1 or 2"
-        )
+        findings.problem("router-provenance", inspection.PROVENANCE, f"router partitions {show(value)}: it is 1 or 2")
     elif value is not None and stated is not None and value != stated:
         findings.problem(
             "router-provenance",
@@ -231,13 +206,9 @@ def _cache(result: inspection.Inspection, directory: str, findings: Findings) ->
     root = result.checkpoint.root
     resolved = Path(os.path.realpath(path))
     if resolved == root or root in resolved.parents:
-        findings.problem(
-            "cache-dir", directory[:200], f"the cache {show(directory)} lies inside the checkpoint"
-        )
+        findings.problem("cache-dir", directory[:200], f"the cache {show(directory)} lies inside the checkpoint")
     elif not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
-        findings.problem(
-            "cache-dir", directory[:200], f"the cache {show(directory)} is no writable directory"
-        )
+        findings.problem("cache-dir", directory[:200], f"the cache {show(directory)} is no writable directory")
 
 
 def _catalogue(known: dict[str, Any], artifact: catalogue.Artifact, waived: bool, findings: Findings) -> None:
@@ -253,6 +224,4 @@ def _catalogue(known: dict[str, Any], artifact: catalogue.Artifact, waived: bool
     if waived:
         findings.note("catalogue", artifact.name, f"{reason}; --uncatalogued: nobody vouches for it")
     else:
-        findings.problem(
-            "not-catalogued", artifact.name, f"{reason}; pass --uncatalogued to go on at your own risk"
-        )
+        findings.problem("not-catalogued", artifact.name, f"{reason}; pass --uncatalogued to go on at your own risk")

@@ -24,14 +24,10 @@ from qualify.errors import CannotRun, Rejected
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("directory", metavar="DIR", help="directory of the checkpoint")
-    parser.add_argument(
-        "--repository", metavar="R", help="the catalogue entry to compare with (default: by config)"
-    )
+    parser.add_argument("--repository", metavar="R", help="the catalogue entry to compare with (default: by config)")
     parser.add_argument("--recipes", metavar="DIR", help="another directory of artifact files")
     parser.add_argument("--workers", type=int, metavar="N", help="files read at once (default: one a CPU)")
-    parser.add_argument(
-        "--fresh", action="store_true", help="read every byte again, whatever an earlier run found"
-    )
+    parser.add_argument("--fresh", action="store_true", help="read every byte again, whatever an earlier run found")
     parser.add_argument("--json", action="store_true", help="the same facts for a machine")
 
 
@@ -89,9 +85,7 @@ def verify(
     for name in sorted(set(checkpoint.files) - set(listed)):
         # An unknown small file (README) serves nothing; an unknown weight, config or program would.
         if name.endswith((files.WEIGHTS, *files.PICKLES)):
-            findings.problem(
-                "file-uncatalogued", name, f"{show(name)} holds weights and is not in the catalogue"
-            )
+            findings.problem("file-uncatalogued", name, f"{show(name)} holds weights and is not in the catalogue")
     if not entry.pinned:
         findings.problem(
             "catalogue-incomplete",

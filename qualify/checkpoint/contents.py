@@ -35,9 +35,7 @@ KV_LEAVES = frozenset({"k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale"
 #: last part of a projection inside a fused set -> the name of the set
 _FUSED_OF = {part: fused for fused, parts in FUSED.items() for part in parts}
 #: stacked experts: ``experts.down_proj_scale_inv`` is the ``weight_scale_inv`` of ``experts.down_proj``
-_STACKED = re.compile(
-    r"^(gate_up_proj|gate_proj|up_proj|down_proj)(_scale_inv|_scales?|_blocks|_bias|_packed)?$"
-)
+_STACKED = re.compile(r"^(gate_up_proj|gate_proj|up_proj|down_proj)(_scale_inv|_scales?|_blocks|_bias|_packed)?$")
 _STACKED_LEAF = {
     None: "weight",
     "_blocks": "weight",
@@ -128,9 +126,7 @@ def is_quantised(leaves: dict[str, Tensor]) -> bool:
 class Checker:
     """One pass over all modules. Results: ``findings``, and scope, schemes and format in ``contents``."""
 
-    def __init__(
-        self, contents: Contents, declared: Declared, inventory: Inventory | None, findings: Findings
-    ):
+    def __init__(self, contents: Contents, declared: Declared, inventory: Inventory | None, findings: Findings):
         self.contents, self.declared, self.inventory, self.findings = contents, declared, inventory, findings
         self.excused = lambda name: False
         self.believe = True
@@ -197,9 +193,7 @@ class Checker:
         declared, findings, stored = self.declared, self.findings, self.contents.modules
         repeated = [entry for entry, count in Counter(declared.ignore).items() if count > 1]
         if repeated:
-            findings.note(
-                "ignore-repeated", repeated[0][:200], f"{len(repeated)} ignore entries occur more than once"
-            )
+            findings.note("ignore-repeated", repeated[0][:200], f"{len(repeated)} ignore entries occur more than once")
         ambiguous = []
         for found in declared.matches:
             entry = found.entry
@@ -226,8 +220,7 @@ class Checker:
                 findings.problem(
                     "ignore-unmatched",
                     entry[:200],
-                    f"the ignore entry {show(entry)} names no "
-                    f"module{self._unmatched_hint(entry, names, found)}",
+                    f"the ignore entry {show(entry)} names no module{self._unmatched_hint(entry, names, found)}",
                 )
             elif found.normalised:
                 findings.note(
@@ -252,9 +245,7 @@ class Checker:
         below = names.below(parent) if parent else []
         if below and any(word in last for word in ("qkv", "gate_up", "in_proj", "fused")):
             parts = ", ".join(show(name.rpartition(".")[2]) for name in below[:6])
-            return (
-                f": {show(last)} looks like a fused module that nobody here knows; its parent holds {parts}"
-            )
+            return f": {show(last)} looks like a fused module that nobody here knows; its parent holds {parts}"
         return _counts(found.counts)
 
     def _in_scope(self, stored: dict[str, dict[str, Tensor]]) -> None:
@@ -290,9 +281,7 @@ class Checker:
             )
         elif not declares and quantised and declared.unserved is None:
             first = contents.modules[quantised[0]]
-            if any(
-                problem.code.startswith(("quantization-", "config-")) for problem in self.findings.problems
-            ):
+            if any(problem.code.startswith(("quantization-", "config-")) for problem in self.findings.problems):
                 self.believe = False
                 return
             contents.format = "fp4-undeclared" if _dtype(first) == "U8" else "fp8-undeclared"
@@ -306,13 +295,7 @@ class Checker:
             )
         elif not declares and declared.unserved is not None:
             self.believe = False  # a format whose layout nobody here knows
-        elif (
-            not declares
-            and not quantised
-            and weights
-            and declared.unserved is None
-            and declared.format == "bf16"
-        ):
+        elif not declares and not quantised and weights and declared.unserved is None and declared.format == "bf16":
             contents.format = _plain_format(weights)
 
     # ------------------------------------------------------------ one module
@@ -361,9 +344,7 @@ class Checker:
                 "tensor-unexpected", tensor.name, f"{show(tensor.name)} is in no promise of config or format"
             )
 
-    def _module(
-        self, name: str, promised: Promised, scheme: Scheme | None, leaves: dict[str, Tensor]
-    ) -> set[str]:
+    def _module(self, name: str, promised: Promised, scheme: Scheme | None, leaves: dict[str, Tensor]) -> set[str]:
         """Check one stored module; return the leaves that belong to it."""
         consumed: set[str] = set()
         klass = self.contents.scope.get(promised.klass)
@@ -427,9 +408,7 @@ class Checker:
             and weight.shape == promised.shape
             and scale.dtype in scheme.scale_dtypes
             and scale.shape == _scale_shapes(scheme, promised.shape)[0]
-            and not any(
-                extent % block for extent, block in zip(promised.shape[-2:], scheme.block, strict=True)
-            )
+            and not any(extent % block for extent, block in zip(promised.shape[-2:], scheme.block, strict=True))
         ):
             self._good.add(key)
         return key in self._good
@@ -509,18 +488,14 @@ class Checker:
             consumed.add("input_scale")
         return consumed
 
-    def _scale(
-        self, name: str, scheme: Scheme, leaves: dict[str, Tensor], shape: tuple[int, ...]
-    ) -> set[str]:
+    def _scale(self, name: str, scheme: Scheme, leaves: dict[str, Tensor], shape: tuple[int, ...]) -> set[str]:
         leaf = scheme.scale
         scale = leaves.get(leaf)
         if scale is None and scheme.scale_alias and scheme.scale_alias in leaves:
             leaf = scheme.scale_alias
             scale = leaves[leaf]
         if scale is None:
-            other = next(
-                (x for x in ("weight_scale_inv", "weight_scale") if x in leaves and x != scheme.scale), None
-            )
+            other = next((x for x in ("weight_scale_inv", "weight_scale") if x in leaves and x != scheme.scale), None)
             if other is None:
                 self._missing.setdefault(name, []).append(leaf)
                 return {leaf}
@@ -536,8 +511,7 @@ class Checker:
             self.findings.problem(
                 "scale-dtype",
                 scale.name,
-                f"{show(scale.name)} is stored {scale.dtype}; {scheme.name} stores "
-                f"{' or '.join(scheme.scale_dtypes)}",
+                f"{show(scale.name)} is stored {scale.dtype}; {scheme.name} stores {' or '.join(scheme.scale_dtypes)}",
             )
         elif scale.dtype == "BF16" and scheme.scale == "weight_scale_inv":
             self._bf16_scales.append(scale.name)
@@ -548,9 +522,7 @@ class Checker:
             return {leaf}
         wanted = _scale_shapes(scheme, shape)
         if scale.shape not in wanted:
-            per = (
-                f"{scheme.block[0]}x{scheme.block[1]} blocks" if scheme.block else _per(scheme, scale, shape)
-            )
+            per = f"{scheme.block[0]}x{scheme.block[1]} blocks" if scheme.block else _per(scheme, scale, shape)
             self.findings.problem(
                 "scale-shape",
                 scale.name,
@@ -573,9 +545,7 @@ class Checker:
                 f"{show(tensor.name)} has shape {_shape(tensor.shape)}, not one value",
             )
         if tensor.dtype not in ("F32", "BF16"):
-            self.findings.problem(
-                "scale-dtype", tensor.name, f"{show(tensor.name)} is stored {tensor.dtype}, not F32"
-            )
+            self.findings.problem("scale-dtype", tensor.name, f"{show(tensor.name)} is stored {tensor.dtype}, not F32")
 
     def _shape(self, tensor: Tensor, wanted: tuple[int, ...]) -> None:
         self.findings.problem(
@@ -617,11 +587,7 @@ class Checker:
                 "head-quantised" if quantised else "head-tied-present",
                 "lm_head.weight",
                 "tie_word_embeddings is true, and lm_head.weight is stored"
-                + (
-                    f" {_dtype(leaves)}: nobody would read its scale"
-                    if quantised
-                    else "; engines drop one of the two"
-                ),
+                + (f" {_dtype(leaves)}: nobody would read its scale" if quantised else "; engines drop one of the two"),
             )
             return
         expert = _EXPERT.match(f"{name}.")
@@ -661,9 +627,7 @@ class Checker:
         packed = leaves.get("weight_packed")
         weight = packed or leaves.get("weight")
         if weight is None:
-            scope = self.contents.scope.setdefault(
-                "other" if klass == "dense_linear" else klass, ClassScope()
-            )
+            scope = self.contents.scope.setdefault("other" if klass == "dense_linear" else klass, ClassScope())
             for tensor in leaves.values():
                 scope.dtypes[tensor.dtype] += 1
             scope.unquantised += 1
@@ -677,9 +641,7 @@ class Checker:
         if linear and klass in ("vision", "mtp") and self.inventory is not None and not is_quantised(leaves):
             linear = klass == "mtp" and self.declared.layer_map is None and self.declared.linear is not None
         if self.declared.rule == "fp8" and klass in ("lm_head", "router") and not is_quantised(leaves):
-            linear = (
-                False  # engines never quantise these in this format, and released configs do not name them
-            )
+            linear = False  # engines never quantise these in this format, and released configs do not name them
         if not linear and klass == "dense_linear":
             klass = "other"
         promised = Promised(klass, linear, weight.shape, False)
@@ -718,9 +680,7 @@ class Checker:
             absent.difference_update(names)
             for name in names:
                 del missing[name]
-        experts = _whole_groups(
-            absent, promised, lambda name: (m := _EXPERT.match(name)) and f"{m[1]}.{m[2]}"
-        )
+        experts = _whole_groups(absent, promised, lambda name: (m := _EXPERT.match(name)) and f"{m[1]}.{m[2]}")
         for expert, names in experts.items():
             for name in names:
                 del missing[name]
@@ -744,8 +704,7 @@ class Checker:
                 self.findings.problem(
                     "scale-missing" if scale else "tensor-missing",
                     f"{name}.{leaf}",
-                    f"{show(name)}.{leaf} is absent; {self.declared.format if scale else 'the config'} "
-                    "promises it",
+                    f"{show(name)}.{leaf} is absent; {self.declared.format if scale else 'the config'} promises it",
                 )
 
     def _enumerate_experts(self, count: int) -> None:
@@ -760,9 +719,7 @@ class Checker:
                 subject = f"{layer}.{number}"
                 self._beyond("expert-beyond-config", subject, subject, f"the config has {count} experts")
             absent = count - sum(number < count for number in experts)
-            first = next(
-                (number for number in range(min(count, len(experts) + 1)) if number not in experts), 0
-            )
+            first = next((number for number in range(min(count, len(experts) + 1)) if number not in experts), 0)
             if absent:
                 self.findings.problem(
                     "expert-missing",
@@ -864,8 +821,7 @@ class Checker:
                 findings.note(
                     "router-not-ignored",
                     routers[0],
-                    f"{len(routers)} routers are not named in ignore (first {show(routers[0])}); stored "
-                    "unquantised",
+                    f"{len(routers)} routers are not named in ignore (first {show(routers[0])}); stored unquantised",
                 )
 
 

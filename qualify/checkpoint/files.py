@@ -84,9 +84,7 @@ def _directory(directory: Path) -> Path:
 def _snapshot(root: Path, findings: Findings, revision: str | None) -> tuple[Path, str | None]:
     """Resolve a hub cache root to its snapshot and check ``revision`` against what is on disk."""
     if revision is not None and not _HEX40.match(revision):
-        findings.problem(
-            "revision", revision, f"revision {show(revision)} is not a commit of 40 lower-case hex digits"
-        )
+        findings.problem("revision", revision, f"revision {show(revision)} is not a commit of 40 lower-case hex digits")
     folder = root / "snapshots"
     if folder.is_dir() and not (root / CONFIG).exists():
         names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
@@ -240,16 +238,10 @@ def _weight_map(checkpoint: Checkpoint, index: dict[str, Any], findings: Finding
     bad: dict[str, str] = {}
     for tensor, shard in mapping.items():
         if type(shard) is not str or not shard:
-            findings.problem(
-                "index-malformed", tensor[:200], f"{INDEX} puts {show(tensor)} into {show(shard)}"
-            )
+            findings.problem("index-malformed", tensor[:200], f"{INDEX} puts {show(tensor)} into {show(shard)}")
             return
         if shard not in bad and (
-            "/" in shard
-            or "\\" in shard
-            or "\0" in shard
-            or shard.startswith(".")
-            or not shard.endswith(WEIGHTS)
+            "/" in shard or "\\" in shard or "\0" in shard or shard.startswith(".") or not shard.endswith(WEIGHTS)
         ):
             bad[shard] = tensor
     for shard, tensor in bad.items():
@@ -275,9 +267,7 @@ def _choose_shards(checkpoint: Checkpoint, findings: Findings) -> None:
     present = sorted(name for name in checkpoint.files if name.endswith(WEIGHTS))
     # A shard that is a broken or escaping link has its own problem already; it is not also absent.
     reported = {
-        p.subject
-        for p in findings.problems
-        if p.code in ("link-dangling", "link-escape", "not-a-regular-file")
+        p.subject for p in findings.problems if p.code in ("link-dangling", "link-escape", "not-a-regular-file")
     }
     if checkpoint.weight_map is not None:
         named = sorted(set(checkpoint.weight_map.values()))
@@ -305,21 +295,15 @@ def _choose_shards(checkpoint: Checkpoint, findings: Findings) -> None:
                     INDEX,
                     f"{show(present[0])} is one of {int(match['count'])} shards and there is no {INDEX}",
                 )
-    splits = sorted(
-        {(match["stem"], int(match["count"][:9])) for name in present if (match := _SPLIT.match(name))}
-    )
+    splits = sorted({(match["stem"], int(match["count"][:9])) for name in present if (match := _SPLIT.match(name))})
     if len(splits) > 1 or (strays and checkpoint.shards):
         if len(splits) > 1:
             sets = ", ".join(f"{show(stem)}-*-of-{count}" for stem, count in splits[:5])
-            findings.problem(
-                "shard-two-sets", sets[:200], f"shards of {len(splits)} splits lie side by side: {sets}"
-            )
+            findings.problem("shard-two-sets", sets[:200], f"shards of {len(splits)} splits lie side by side: {sets}")
         for name in strays:
             findings.problem("shard-stray", name, f"{show(name)} is in the directory and not in the index")
     if not present and not checkpoint.absent and not any(name.endswith(WEIGHTS) for name in reported):
-        findings.problem(
-            "no-weights", str(checkpoint.root.name), "there is no *.safetensors file in the directory"
-        )
+        findings.problem("no-weights", str(checkpoint.root.name), "there is no *.safetensors file in the directory")
 
 
 def compare_index(checkpoint: Checkpoint, found: list[headers.Header], findings: Findings) -> None:
@@ -358,17 +342,14 @@ def compare_index(checkpoint: Checkpoint, found: list[headers.Header], findings:
             )
     for name, shard in owner.items():
         if name not in mapping:
-            findings.problem(
-                "index-tensor-unlisted", name, f"{show(name)} is in {show(shard)}, but not in {INDEX}"
-            )
+            findings.problem("index-tensor-unlisted", name, f"{show(name)} is in {show(shard)}, but not in {INDEX}")
     if checkpoint.total_size is not None and not absent and not unreadable:
         total = sum(tensor.end - tensor.start for header in found for tensor in header.tensors)
         if total != checkpoint.total_size:
             findings.problem(
                 "index-total-size",
                 INDEX,
-                f"{INDEX} says total_size {checkpoint.total_size:,}; the tensors of its shards have "
-                f"{total:,} bytes",
+                f"{INDEX} says total_size {checkpoint.total_size:,}; the tensors of its shards have {total:,} bytes",
             )
 
 
@@ -376,11 +357,7 @@ def _report_absent(checkpoint: Checkpoint, owner: dict[str, str], findings: Find
     """A shard that the index names and nobody has: stale index, or a missing download?"""
     if not checkpoint.absent:
         return
-    linked = {
-        p.subject
-        for p in findings.problems
-        if p.code in ("link-dangling", "link-escape", "not-a-regular-file")
-    }
+    linked = {p.subject for p in findings.problems if p.code in ("link-dangling", "link-escape", "not-a-regular-file")}
     uncovered = dict.fromkeys(checkpoint.absent, 0)
     for name, shard in (checkpoint.weight_map or {}).items():
         if shard in uncovered and name not in owner:

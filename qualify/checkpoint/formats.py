@@ -47,11 +47,7 @@ def check(
                 "unsupported-format",
                 contents.format,
                 f"the format is {contents.format}"
-                + (
-                    f" ({show(declared.unserved)})"
-                    if declared.unserved not in (None, contents.format)
-                    else ""
-                )
+                + (f" ({show(declared.unserved)})" if declared.unserved not in (None, contents.format) else "")
                 + "; no artifact serves it",
             )
         return None
@@ -125,8 +121,7 @@ def mova_fp8(
                 findings.problem(
                     "unsupported-scope",
                     "routed_expert",
-                    f"{scope.unquantised:,} projections of routed experts are not quantised; MoVA FP8 "
-                    "quantises all",
+                    f"{scope.unquantised:,} projections of routed experts are not quantised; MoVA FP8 quantises all",
                 )
         elif scope.quantised and klass != "mtp":
             findings.problem(
@@ -174,6 +169,13 @@ def e2m1_k32(
                 klass,
                 f"{scope.quantised:,} modules of class {klass} are E2M1; the artifact serves routed experts",
             )
+    biased = [name for name, leaves in contents.modules.items() if name in contents.schemes and "bias" in leaves]
+    if biased:
+        findings.problem(
+            "unsupported-scope",
+            f"{biased[0]}.bias",
+            f"{len(biased):,} E2M1 projections have a bias (first {show(biased[0])}); the kernels add none",
+        )
     if inventory is not None:
         _architecture(config, (), contents, findings, True)
     return "e2m1-k32"
@@ -222,8 +224,7 @@ def _blocks(contents: Contents, declared: Declared, findings: Findings) -> None:
             findings.problem(
                 "unsupported-format",
                 contents.format,
-                f"the format is {contents.format} in blocks of {block[0]}x{block[1]}; the artifacts serve "
-                "128x128",
+                f"the format is {contents.format} in blocks of {block[0]}x{block[1]}; the artifacts serve 128x128",
             )
 
 

@@ -57,8 +57,7 @@ class Journal:
     def _key(path: str) -> str:
         status = Path(path).stat()
         return ":".join(
-            str(part)
-            for part in (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+            str(part) for part in (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
         )
 
 

@@ -177,14 +177,10 @@ def parse(raw: bytes, header: Header, findings: Findings) -> None:
         findings.problem("header-malformed", shard, f"the header of {name} is {defect}")
         return
     for key in duplicates:
-        findings.problem(
-            "header-duplicate-key", shard, f"the header of {name} has the key {show(key)!r} twice"
-        )
+        findings.problem("header-duplicate-key", shard, f"the header of {name} has the key {show(key)!r} twice")
     metadata = document.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        findings.problem(
-            "header-malformed", shard, f"__metadata__ in the header of {name} is not a mapping of strings"
-        )
+        findings.problem("header-malformed", shard, f"__metadata__ in the header of {name} is not a mapping of strings")
     else:
         header.metadata = metadata
     header.readable = True
@@ -237,8 +233,7 @@ def _tensor(key: str, entry: object, base: int, shard: str, findings: Findings) 
         findings.problem(
             code,
             key,
-            f"{show(key)} {dtype} {show(shape)} needs {-(-bits // 8):,} bytes; its offsets span "
-            f"{end - start:,}",
+            f"{show(key)} {dtype} {show(shape)} needs {-(-bits // 8):,} bytes; its offsets span {end - start:,}",
         )
         return None
     return Tensor(key, dtype, tuple(shape), base + start, base + end, shard)

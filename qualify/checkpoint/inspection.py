@@ -173,9 +173,7 @@ def _inventory(result: Inspection) -> inventories.Inventory | None:
 def _kv_cache(result: Inspection) -> None:
     findings, stored = result.findings, result.contents.kv_scales
     if result.declared.kv_cache:
-        findings.note(
-            "kv-cache", "kv_cache_scheme", f"the KV cache is declared {result.declared.kv_cache.upper()}"
-        )
+        findings.note("kv-cache", "kv_cache_scheme", f"the KV cache is declared {result.declared.kv_cache.upper()}")
         if not stored:
             findings.note(
                 "kv-scales-missing",
@@ -207,14 +205,10 @@ def _side_notes(result: Inspection) -> None:
             "there is no chat_template file (it may be in tokenizer_config.json)",
         )
     if "generation_config.json" not in present:
-        findings.note(
-            "generation-config-missing", "generation_config.json", "there is no generation_config.json"
-        )
+        findings.note("generation-config-missing", "generation_config.json", "there is no generation_config.json")
     if config.get("model_type") == "k2_horizon" and config.get("num_experts"):
         if PROVENANCE in config and config[PROVENANCE] not in (1, 2):
-            findings.problem(
-                "config-value", PROVENANCE, f"{PROVENANCE} is {show(config[PROVENANCE])}; it is 1 or 2"
-            )
+            findings.problem("config-value", PROVENANCE, f"{PROVENANCE} is {show(config[PROVENANCE])}; it is 1 or 2")
         if config.get(PROVENANCE) is None:
             findings.note(
                 "router-provenance",
@@ -224,9 +218,7 @@ def _side_notes(result: Inspection) -> None:
                 "numeric contract; the operator declares it, nobody derives it",
             )
     if result.checkpoint.config is not None:
-        declared = (
-            config.get("dtype") or config.get("torch_dtype") or inventories.text_config(config).get("dtype")
-        )
+        declared = config.get("dtype") or config.get("torch_dtype") or inventories.text_config(config).get("dtype")
         if declared != "bfloat16":
             findings.note(
                 "dtype-declared",

@@ -28,8 +28,7 @@ PROBLEMS = {
     "index-malformed": "Download model.safetensors.index.json again.",
     "index-path": "Do not use this index: it names a file outside the checkpoint.",
     "index-stale": "Download the index that belongs to these shards: it names files of another split.",
-    "index-tensor-missing": "Download the named shard again, or the index: the index lists tensors its "
-    "shards lack.",
+    "index-tensor-missing": "Download the named shard again, or the index: the index lists tensors its shards lack.",
     "index-tensor-unlisted": "Download the index again: the shards hold tensors it does not list.",
     "index-wrong-shard": "Download the index again: it puts tensors in the wrong shard.",
     "index-total-size": "Download index and shards of one revision: their sizes disagree.",
@@ -54,8 +53,7 @@ PROBLEMS = {
     # the declared quantisation
     "quantization-malformed": "Compare quantization_config with the published one: it cannot be read.",
     "quantization-key": "Remove the key or get the published config: it changes meaning or nobody knows it.",
-    "quantization-value": "Compare quantization_config with the published one: the value is not the "
-    "format's.",
+    "quantization-value": "Compare quantization_config with the published one: the value is not the format's.",
     "quantization-conflict": "Make config.json and hf_quant_config.json agree: engines read different ones.",
     "algorithm-unknown": "Nobody knows this quant_algo: get the checkpoint of a released exporter.",
     "quantized-layers-empty": "A per-layer map without layers quantises nothing: get the published config.",
@@ -68,8 +66,7 @@ PROBLEMS = {
     "declared-not-stored": "Remove quantization_config or get the quantised weights: none are here.",
     "stored-not-declared": "Get the config that belongs to these weights: it declares no quantisation.",
     "linear-not-ignored": "Name the module in the ignore list, or get its quantised weight.",
-    "quantised-outside-scope": "Get the matching config: the module is stored quantised, but not declared "
-    "so.",
+    "quantised-outside-scope": "Get the matching config: the module is stored quantised, but not declared so.",
     "fused-mixed": "Quantise all parts of a fused projection alike.",
     "experts-mixed": "Quantise all experts of a layer alike.",
     "mtp-not-excluded": "Exclude the draft (MTP) layer: it is stored unquantised.",
@@ -90,8 +87,7 @@ PROBLEMS = {
     "expert-beyond-config": "Get config and weights of one revision: more experts than the config has.",
     "expert-layout": "Get the per-expert release: experts are stacked or packed in another layout.",
     "head-missing": "Get the complete weights: tie_word_embeddings is false and lm_head.weight is absent.",
-    "head-tied-present": "Get config and weights of one revision: tied embeddings, yet lm_head.weight is "
-    "stored.",
+    "head-tied-present": "Get config and weights of one revision: tied embeddings, yet lm_head.weight is stored.",
     "head-quantised": "Get the release with an unquantised lm_head: its scale would be dropped.",
     # values of scales
     "scale-nan": "The scale tensor is damaged: download the shard again.",
@@ -114,10 +110,8 @@ PROBLEMS = {
     "fp8-kv-only": "Get the FP8 release: only the KV cache is FP8 here, the weights are BF16.",
     "topology": "Choose a pair that `inspect` lists as working.",
     "arch-unsupported": "Use a GPU architecture that the artifact lists.",
-    "router-provenance": "Declare it: --router-partitions N or ROUTER_PARTITIONS=N, as the model's makers "
-    "say.",
-    "not-catalogued": "Use a catalogued revision, or pass --uncatalogued and know that nobody vouches for "
-    "it.",
+    "router-provenance": "Declare it: --router-partitions N or ROUTER_PARTITIONS=N, as the model's makers say.",
+    "not-catalogued": "Use a catalogued revision, or pass --uncatalogued and know that nobody vouches for it.",
     "cache-dir": "Give a writable cache directory outside the checkpoint.",
     # verify-checkpoint
     "file-missing": "Download the file.",
@@ -147,8 +141,7 @@ NOTES = {
     "kv-scales-missing": "FP8 KV cache without stored K/V scales: engines use 1.0.",
     "vision-skipped": "Vision tensors are counted, not checked.",
     "mtp": "The checkpoint holds a draft (MTP) layer.",
-    "no-inventory": "No inventory for this architecture: headers were compared with the index and the "
-    "format only.",
+    "no-inventory": "No inventory for this architecture: headers were compared with the index and the format only.",
     "no-artifact": "No artifact serves unquantised weights.",
     "scales-not-read": "Scale values were not read.",
     "catalogue": "What the catalogue says of this identity.",

@@ -97,8 +97,7 @@ class Declared:
                 findings.problem(
                     "quantized-layer-unmatched",
                     key[:200],
-                    f"quantized_layers names {show(key)}, which is no module of the checkpoint"
-                    + _nearby(key, names),
+                    f"quantized_layers names {show(key)}, which is no module of the checkpoint" + _nearby(key, names),
                 )
             self.named.update(dict.fromkeys(found.modules, scheme))
 
@@ -140,9 +139,7 @@ def parse(config: dict[str, Any] | None, hf_quant: dict[str, Any] | None, findin
                 if value:
                     candidates.append((f"{where} {key}", value))
             else:
-                findings.problem(
-                    "quantization-malformed", key, f"{key} in {where} is {show(value)}, not an object"
-                )
+                findings.problem("quantization-malformed", key, f"{key} in {where} is {show(value)}, not an object")
     if hf_quant is not None:
         candidates.append(("hf_quant_config.json", hf_quant))
     if not candidates:
@@ -157,9 +154,7 @@ def parse(config: dict[str, Any] | None, hf_quant: dict[str, Any] | None, findin
         method = "modelopt"
     if type(method) is not str:
         declared.format = "unknown"
-        findings.problem(
-            "quantization-malformed", "quant_method", f"quant_method is {show(method)}, not a name"
-        )
+        findings.problem("quantization-malformed", "quant_method", f"quant_method is {show(method)}, not a name")
         return declared
     if method in ("compressed-tensors", "compressed_tensors"):
         _compressed_tensors(raw, declared, findings)
@@ -230,9 +225,7 @@ def _compressed_tensors(raw: dict[str, Any], declared: Declared, findings: Findi
             findings.problem("quantization-value", key, f"{key} is {show(value)}; the engine would ignore it")
     status = raw.get("quantization_status", "compressed")
     if status not in ("compressed", None):
-        findings.problem(
-            "quantization-value", "quantization_status", f"quantization_status is {show(status)}"
-        )
+        findings.problem("quantization-value", "quantization_status", f"quantization_status is {show(status)}")
     groups = raw.get("config_groups")
     if groups in (None, {}) and declared.kv_cache:
         declared.format = "bf16"
@@ -271,26 +264,18 @@ def _ct_group(name: str, group: Any, top: Any, declared: Declared, findings: Fin
         findings.problem("quantization-malformed", where, f"{where}.input_activations is {show(activations)}")
         activations = None
     if group.get("output_activations") is not None:
-        findings.problem(
-            "quantization-value", where, f"{where}.output_activations is set; no engine honours it"
-        )
+        findings.problem("quantization-value", where, f"{where}.output_activations is set; no engine honours it")
     targets = group.get("targets")
     if not isinstance(targets, list) or not targets or not all(isinstance(t, str) for t in targets):
-        findings.problem(
-            "quantization-malformed", where, f"{where}.targets is {show(targets)}, not a list of names"
-        )
+        findings.problem("quantization-malformed", where, f"{where}.targets is {show(targets)}, not a list of names")
         targets = []
     if group.get("format") is None and top is None:
-        findings.problem(
-            "quantization-value", "format", f"neither quantization_config nor {where} has a format"
-        )
+        findings.problem("quantization-value", "format", f"neither quantization_config nor {where} has a format")
     label, scheme = _ct_scheme(where, weights, activations, declared, findings)
     for spelled in (group.get("format"), top):
         expected = _CT_FORMATS.get(label)
         if spelled is not None and expected is not None and spelled not in (expected, "mixed-precision"):
-            findings.problem(
-                "quantization-value", "format", f"format is {show(spelled)}; these weights are {expected}"
-            )
+            findings.problem("quantization-value", "format", f"format is {show(spelled)}; these weights are {expected}")
     if scheme is not None:
         declared.targets += [(target, scheme) for target in targets]
     return label
@@ -334,8 +319,7 @@ def _ct_scheme(where: str, weights: dict, activations: dict | None, declared: De
             findings.problem(
                 "quantization-value",
                 where,
-                f"{where}.weights.block_structure is {show(weights.get('block_structure'))}, not [rows, "
-                "columns]",
+                f"{where}.weights.block_structure is {show(weights.get('block_structure'))}, not [rows, columns]",
             )
             return "compressed-tensors-fp8-block", None
         _ct_fp8_block(where, weights, activations, block, declared, findings)
@@ -345,14 +329,10 @@ def _ct_scheme(where: str, weights: dict, activations: dict | None, declared: De
     static = isinstance(activations, dict) and activations.get("dynamic") is False
     scalars = (("input_scale", True),) if static else ()
     if strategy == "tensor":
-        scheme = Scheme(
-            "compressed-tensors-fp8-tensor", "fp8-tensor", scale_dtypes=("BF16", "F32"), scalars=scalars
-        )
+        scheme = Scheme("compressed-tensors-fp8-tensor", "fp8-tensor", scale_dtypes=("BF16", "F32"), scalars=scalars)
         return "compressed-tensors-fp8-tensor", scheme
     if strategy == "channel":
-        scheme = Scheme(
-            "compressed-tensors-fp8-channel", "fp8-channel", scale_dtypes=("BF16", "F32"), scalars=scalars
-        )
+        scheme = Scheme("compressed-tensors-fp8-channel", "fp8-channel", scale_dtypes=("BF16", "F32"), scalars=scalars)
         return "compressed-tensors-fp8-channel", scheme
     if strategy == "group" and group == 32:
         return "compressed-tensors-mxfp8", _mxfp8("compressed-tensors-mxfp8")
@@ -393,11 +373,7 @@ def _ct_fp8_block(where, weights, activations, block, declared: Declared, findin
 
 
 def _dense_sparsity(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and set(value) <= {"format", "targets", "ignore"}
-        and value.get("format") == "dense"
-    )
+    return isinstance(value, dict) and set(value) <= {"format", "targets", "ignore"} and value.get("format") == "dense"
 
 
 # ---------------------------------------------------------------- fp8
@@ -453,9 +429,7 @@ def _fp8(raw: dict[str, Any], declared: Declared, findings: Findings) -> None:
     declared.targets = [
         (
             "Linear",
-            Scheme(
-                "fp8-block", "fp8-block", scale="weight_scale_inv", scale_dtypes=("F32", "BF16"), block=block
-            ),
+            Scheme("fp8-block", "fp8-block", scale="weight_scale_inv", scale_dtypes=("F32", "BF16"), block=block),
         )
     ]
 
@@ -527,9 +501,7 @@ def _modelopt(sources: list[dict[str, Any]], declared: Declared, findings: Findi
             and value["weights"].get("group_size") is not None
         ]
         if sizes and any(size != sizes[0] for size in sizes):
-            findings.problem(
-                "quantization-value", "config_groups", f"groups differ in group_size: {show(sizes)}"
-            )
+            findings.problem("quantization-value", "config_groups", f"groups differ in group_size: {show(sizes)}")
         group = sizes[0] if sizes else None
     scheme = _algorithm(algorithm, group, "quant_algo", findings)
     declared.targets = [("Linear", scheme)] if scheme else []
@@ -576,9 +548,7 @@ def _mixed(merged: dict, groups: dict, declared: Declared, findings: Findings) -
 def _algorithm(algorithm: Any, group: Any, subject: str, findings: Findings) -> Scheme | None:
     """The scheme of a ModelOpt ``quant_algo``; unknown names are a defect, known other ones give None."""
     if group is not None and (type(group) is not int or not 0 < group <= 1024):
-        findings.problem(
-            "quantization-value", subject[:200], f"group_size of {show(subject)} is {show(group)}"
-        )
+        findings.problem("quantization-value", subject[:200], f"group_size of {show(subject)} is {show(group)}")
         group = None
     if algorithm == "FP8":
         return Scheme("modelopt-fp8", "fp8-tensor", scalars=(("input_scale", True),))
@@ -596,9 +566,7 @@ def _algorithm(algorithm: Any, group: Any, subject: str, findings: Findings) -> 
         if weight_only and group == 32:
             name = "e2m1-k32"
         else:
-            name = ("modelopt-w4a16-nvfp4" if weight_only else "modelopt-nvfp4") + (
-                "" if group == 16 else f"-k{group}"
-            )
+            name = ("modelopt-w4a16-nvfp4" if weight_only else "modelopt-nvfp4") + ("" if group == 16 else f"-k{group}")
         # Weight-only FP4 has no use for an input scale; the E2M1 exporter writes 1.0 all the same.
         scalars = (("weight_scale_2", True), ("input_scale", not weight_only or name == "e2m1-k32"))
         return Scheme(name, "fp4", dtype="U8", scale_dtypes=(FP8,), group=group, scalars=scalars)
@@ -623,14 +591,10 @@ def _flatten(source: dict[str, Any], findings: Findings) -> dict[str, Any]:
     if inner is None:
         return source
     if not isinstance(inner, dict):
-        findings.problem(
-            "quantization-malformed", "quantization", f"quantization is {show(inner)}, not an object"
-        )
+        findings.problem("quantization-malformed", "quantization", f"quantization is {show(inner)}, not an object")
         return source
     if "quantization" in inner:
-        findings.problem(
-            "quantization-malformed", "quantization", "quantization is nested twice; engines read no map"
-        )
+        findings.problem("quantization-malformed", "quantization", "quantization is nested twice; engines read no map")
         return inner
     _unknown(inner, _MODELOPT_KEYS, "quantization_config.quantization", findings)
     return {**{key: value for key, value in source.items() if key != "quantization"}, **inner}
@@ -641,9 +605,7 @@ def _conflicts(candidates: list[tuple[str, dict]], findings: Findings) -> None:
     families = {where: _family(value) for where, value in candidates}
     if len(set(families.values())) > 1:
         told = ", ".join(f"{where} {family}" for where, family in families.items())
-        findings.problem(
-            "quantization-conflict", "quant_method", f"two places declare different formats: {told}"
-        )
+        findings.problem("quantization-conflict", "quant_method", f"two places declare different formats: {told}")
         return
     if "modelopt" not in families.values():
         if len({canonical(value) for _, value in candidates}) > 1:
@@ -760,11 +722,7 @@ def _strings(raw: dict[str, Any], keys: tuple[str, ...], findings: Findings) -> 
 
 
 def _pair(value: Any) -> tuple[int, int] | None:
-    if (
-        isinstance(value, list)
-        and len(value) == 2
-        and all(type(item) is int and 0 < item <= 1 << 20 for item in value)
-    ):
+    if isinstance(value, list) and len(value) == 2 and all(type(item) is int and 0 < item <= 1 << 20 for item in value):
         return value[0], value[1]
     return None
 

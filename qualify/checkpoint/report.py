@@ -61,9 +61,7 @@ def _scope(scope: dict[str, dict[str, Any]]) -> list[str]:
             scales += f"{', ' if scales else ''}group {entry['group']}"
         if not scales and entry.get("schemes"):
             scales = ", ".join(entry["schemes"])
-        rows.append(
-            (klass.replace("_", " "), f"{entry['quantised']:,}", f"{entry['unquantised']:,}", dtypes, scales)
-        )
+        rows.append((klass.replace("_", " "), f"{entry['quantised']:,}", f"{entry['unquantised']:,}", dtypes, scales))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     return [
         f"  {a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {d:<{widths[3]}}  {e}".rstrip()
@@ -72,11 +70,7 @@ def _scope(scope: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _topologies(topologies: list[dict[str, Any]]) -> list[str]:
-    works = [
-        f"TP{item['tp']}" + (f"+EP{item['ep']}" if item["ep"] > 1 else "")
-        for item in topologies
-        if item["works"]
-    ]
+    works = [f"TP{item['tp']}" + (f"+EP{item['ep']}" if item["ep"] > 1 else "") for item in topologies if item["works"]]
     lines = [f"  topologies  {', '.join(works) or 'none'}"]
     for item in topologies:
         # EP only helps or hurts relative to plain TP: the plain pairs say why.

@@ -60,9 +60,7 @@ def decode(raw: bytes, dtype: str, exponent_only: bool = False) -> list[float]:
     if dtype == "BF16":
         patterns = struct.unpack(f"<{len(raw) // 2}H", raw)
         return list(
-            struct.unpack(
-                f"<{len(patterns)}f", struct.pack(f"<{len(patterns)}I", *(p << 16 for p in patterns))
-            )
+            struct.unpack(f"<{len(patterns)}f", struct.pack(f"<{len(patterns)}I", *(p << 16 for p in patterns)))
         )
     code = {"F32": "f", "F16": "e", "F64": "d"}[dtype]
     return list(struct.unpack(f"<{len(raw) // struct.calcsize(code)}{code}", raw))
@@ -294,8 +292,7 @@ def scan_weights(contents: Contents, paths: dict[str, str], findings: Findings) 
                     findings.problem(
                         "weight-nan",
                         tensor.name,
-                        f"{show(tensor.name)} holds NaN codes, the first at "
-                        f"{_position(position, tensor.shape)}",
+                        f"{show(tensor.name)} holds NaN codes, the first at {_position(position, tensor.shape)}",
                     )
                     break
     return total

@@ -73,9 +73,7 @@ def check(contents: Contents, config: Mapping[str, Any], tp: int, ep: int) -> To
     for klass, last, rows, columns, scheme in contents.signatures:
         if klass in ("router", "vision", "embedding", "mtp", "value_expert"):
             continue
-        ways, label = (
-            (moe_tp, f"TP {tp} / EP {ep} = {moe_tp}") if klass == "routed_expert" else (tp, f"TP {tp}")
-        )
+        ways, label = (moe_tp, f"TP {tp} / EP {ep} = {moe_tp}") if klass == "routed_expert" else (tp, f"TP {tp}")
         if ways > 1:
             reason = _split(klass, last, rows, columns, scheme, ways, label, kv_heads)
             if reason:

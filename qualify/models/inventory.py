@@ -166,9 +166,7 @@ _K2_OPTIONAL = {
     "intermediate_size": lambda names, config: (names.get("model.layers.0.mlp.gate_proj.weight") or (0,))[0],
     "num_shared_experts": lambda names, config: int(_any(names, ".shared_experts.gate_proj.weight")),
     "moe_gate_bias": lambda names, config: _any(names, ".mlp.gate.bias"),
-    "attention_gate_func": lambda names, config: (
-        "softplus" if _any(names, ".self_attn.gate_proj.weight") else None
-    ),
+    "attention_gate_func": lambda names, config: "softplus" if _any(names, ".self_attn.gate_proj.weight") else None,
 }
 
 

@@ -38,9 +38,7 @@ def modules(config: Mapping[str, Any]) -> Iterator[Module]:
         yield Module(f"{layer}.post_attention_layernorm", "norm", (hidden,))
         yield Module(f"{layer}.mlp.gate", "linear", (_size(text, "num_experts"), hidden))
         for expert in range(_size(text, "num_experts")):
-            yield from _mlp(
-                f"{layer}.mlp.experts.{expert}", hidden, _size(text, "moe_intermediate_size"), True
-            )
+            yield from _mlp(f"{layer}.mlp.experts.{expert}", hidden, _size(text, "moe_intermediate_size"), True)
         yield from _mlp(f"{layer}.mlp.shared_expert", hidden, _size(text, "shared_expert_intermediate_size"))
         yield Module(f"{layer}.mlp.shared_expert_gate", "linear", (1, hidden))
     yield Module(f"{prefix}.norm", "norm", (hidden,))
@@ -89,9 +87,7 @@ def _layer_types(text: Mapping[str, Any]) -> list[str]:
     if types is None:
         interval = text.get("full_attention_interval", 4)
         if type(interval) is not int or interval < 1:
-            raise Rejected(
-                f"config.json full_attention_interval must be a positive integer, got {interval!r:.60}"
-            )
+            raise Rejected(f"config.json full_attention_interval must be a positive integer, got {interval!r:.60}")
         return ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
     known = ("linear_attention", "full_attention")
     if not isinstance(types, list) or len(types) != layers or any(kind not in known for kind in types):

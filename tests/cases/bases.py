@@ -141,9 +141,7 @@ class Base:
         return directory
 
 
-def fp8(
-    tensors: dict[str, T], name: str, rows: int, columns: int, leaf: str = "weight_scale", dtype: str = "F32"
-):
+def fp8(tensors: dict[str, T], name: str, rows: int, columns: int, leaf: str = "weight_scale", dtype: str = "F32"):
     """Add one block-quantised linear."""
     tensors[f"{name}.weight"] = T("F8_E4M3", [rows, columns])
     tensors[f"{name}.{leaf}"] = T(dtype, [-(-rows // 128), -(-columns // 128)])
@@ -320,9 +318,7 @@ def b0_moe(width: int = 256, experts: int = 4) -> Base:
     return base
 
 
-def nvfp4(
-    tensors: dict[str, T], name: str, rows: int, columns: int, group: int = 16, input_scale: bool = True
-):
+def nvfp4(tensors: dict[str, T], name: str, rows: int, columns: int, group: int = 16, input_scale: bool = True):
     """Add one ModelOpt FP4 linear."""
     tensors[f"{name}.weight"] = T("U8", [rows, columns // 2])
     tensors[f"{name}.weight_scale"] = T("F8_E4M3", [rows, columns // group])
@@ -486,9 +482,7 @@ def published(name: str) -> dict[str, Any]:
     return json.loads((DATA / f"{name}.config.json").read_text())
 
 
-def write_headers_only(
-    directory: Path, shards: dict[str, dict[str, T]], config: bytes, index: bool = True
-) -> Path:
+def write_headers_only(directory: Path, shards: dict[str, dict[str, T]], config: bytes, index: bool = True) -> Path:
     """Shards with true headers and sparse, unwritten data: full-size checkpoints in no space."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_bytes(config)

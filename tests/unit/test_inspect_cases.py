@@ -97,9 +97,7 @@ def test_7_a_map_key_that_names_nothing_and_a_packed_tensor_outside(tmp_path):
             "model.language_model.layers.0.mlp.experts"
         )
     result = inspect(base, tmp_path)
-    assert subjects(result, "quantized-layer-unmatched") == [
-        "model.language_model.layers.0.block_sparse_moe.experts"
-    ]
+    assert subjects(result, "quantized-layer-unmatched") == ["model.language_model.layers.0.block_sparse_moe.experts"]
     assert len(subjects(result, "quantised-outside-scope")) == 6
 
 
@@ -408,9 +406,7 @@ def test_29_subnormal_scales_decode_as_subnormals():
 
 def test_31_a_trailing_dot_means_everything_below(tmp_path):
     base = bases.b1()
-    layer = [
-        entry for entry in base.quantization["ignored_layers"] if not entry.startswith("model.layers.0.")
-    ]
+    layer = [entry for entry in base.quantization["ignored_layers"] if not entry.startswith("model.layers.0.")]
     base.quantization["ignored_layers"] = [*layer, "model.layers.0."]
     result = inspect(base, tmp_path)
     assert codes(result) == set()
@@ -861,9 +857,7 @@ def test_62_a_writable_mount_is_noted_and_the_cache_is_elsewhere(tmp_path, capsy
         "--uncatalogued",
     ]
     for options, writable in (("rw", True), ("ro", False)):
-        info.write_text(
-            f"22 1 8:1 / / rw - ext4 /dev/a rw\n40 22 8:2 / {directory} {options} - ext4 /dev/b rw\n"
-        )
+        info.write_text(f"22 1 8:1 / / rw - ext4 /dev/a rw\n40 22 8:2 / {directory} {options} - ext4 /dev/b rw\n")
         status, report, _ = command(capsys, *common, "--json", "--mountinfo", info)
         assert status == 0
         assert ("mount-writable" in {note["code"] for note in report["notes"]}) is writable
@@ -983,9 +977,7 @@ def test_65_dense_18432_over_32(tmp_path, capsys):
     directory = base.write(tmp_path)
     status, report, _ = _preflight(capsys, directory, "k2-horizon-fp8", 32, 1)
     assert status == 1
-    assert any(
-        "18432 rows / TP 32 leaves 576 a rank, 576 % 128 = 64" in p["message"] for p in report["problems"]
-    )
+    assert any("18432 rows / TP 32 leaves 576 a rank, 576 % 128 = 64" in p["message"] for p in report["problems"])
 
 
 def test_65_experts_of_a_dense_model(tmp_path, capsys):

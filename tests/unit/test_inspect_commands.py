@@ -664,9 +664,7 @@ def test_codes_that_the_sources_use_are_known():
                 used.add(node.args[0].value)
     assert used <= known
     dynamic = {"scale-nan", "scale-infinite", "scale-zero", "scale-negative"}
-    listed = "".join(
-        path.read_text() for path in (ROOT / "qualify").rglob("*.py") if path.name != "problems.py"
-    )
+    listed = "".join(path.read_text() for path in (ROOT / "qualify").rglob("*.py") if path.name != "problems.py")
     assert {code for code in known if f'"{code}"' not in listed} <= dynamic
 
 

@@ -75,9 +75,7 @@ def test_block_fp8_of_other_models_names_neither_head_nor_router(tmp_path):
     assert codes(result) == {"unsupported-architecture"}
 
 
-@pytest.mark.parametrize(
-    ("shape", "fits"), [([], True), ([1], True), ([2], True), ([3], False), ([2, 2], False)]
-)
+@pytest.mark.parametrize(("shape", "fits"), [([], True), ([1], True), ([2], True), ([3], False), ([2, 2], False)])
 def test_scalars_of_a_projection_fused_on_disk(tmp_path, shape, fits):
     base = bases.b2()
     base.config |= {"model_type": "other", "architectures": ["OtherForCausalLM"]}
@@ -129,9 +127,7 @@ def test_the_group_size_on_disk_decides_with_the_declared_one(tmp_path):
 def test_bf16_is_accepted_and_served_by_nobody(tmp_path):
     base = bases.b0()
     del base.config["quantization_config"]
-    base.tensors = {
-        name: T("BF16", t.shape) for name, t in base.tensors.items() if not name.endswith("weight_scale")
-    }
+    base.tensors = {name: T("BF16", t.shape) for name, t in base.tensors.items() if not name.endswith("weight_scale")}
     result = inspect(base, tmp_path)
     assert (result.verdict, result.contents.format) == ("accepted", "bf16")
     assert "no-artifact" in notes(result)
@@ -143,9 +139,7 @@ def test_fp8_kv_alone_is_bf16(tmp_path):
         "quant_method": "compressed-tensors",
         "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False},
     }
-    base.tensors = {
-        name: T("BF16", t.shape) for name, t in base.tensors.items() if not name.endswith("weight_scale")
-    }
+    base.tensors = {name: T("BF16", t.shape) for name, t in base.tensors.items() if not name.endswith("weight_scale")}
     base.tensors[f"{LAYER}.self_attn.k_scale"] = T("F32", [])
     base.tensors[f"{LAYER}.self_attn.v_scale"] = T("F32", [])
     result = inspect(base, tmp_path)
@@ -360,9 +354,7 @@ def test_an_entry_that_reaches_into_the_scope(tmp_path, entry):
     assert f"{EXPERT}.3.gate_proj" in subjects(result, "ignore-in-scope")
 
 
-@pytest.mark.parametrize(
-    "entry", ["mlp.exp", "re:.*shared.*", "", "model.layers.7.mlp.gate", "Model.norm", " lm_head"]
-)
+@pytest.mark.parametrize("entry", ["mlp.exp", "re:.*shared.*", "", "model.layers.7.mlp.gate", "Model.norm", " lm_head"])
 def test_an_entry_that_names_nothing(tmp_path, entry):
     base = bases.b1()
     base.quantization["ignored_layers"].append(entry)
@@ -382,9 +374,7 @@ def test_one_plain_expert_among_quantised_ones(tmp_path):
     for leaf in ("gate_proj", "up_proj", "down_proj"):
         base.tensors[f"{EXPERT}.2.{leaf}.weight"] = T("BF16", [256, 256])
         del base.tensors[f"{EXPERT}.2.{leaf}.weight_scale_inv"]
-    base.quantization["ignored_layers"] += [
-        f"{EXPERT}.2.{leaf}" for leaf in ("gate_proj", "up_proj", "down_proj")
-    ]
+    base.quantization["ignored_layers"] += [f"{EXPERT}.2.{leaf}" for leaf in ("gate_proj", "up_proj", "down_proj")]
     result = inspect(base, tmp_path)
     assert "experts-mixed" in codes(result)
     assert "unsupported-scope" in codes(result)
@@ -495,6 +485,13 @@ def test_an_architecture_needs_its_model_type(tmp_path, model_type):
         assert "unsupported-architecture" in codes(result)
 
 
+def test_e2m1_experts_have_no_bias(tmp_path):
+    base = bases.e2m1()
+    name = "model.language_model.layers.0.mlp.experts.0.down_proj.bias"
+    base.tensors[name] = T("BF16", [256])
+    assert subjects(inspect(base, tmp_path), "unsupported-scope") == [name]
+
+
 def test_e2m1_outside_the_experts_is_not_served(tmp_path):
     base = bases.e2m1()
     module = "model.language_model.layers.0.self_attn.q_proj"
@@ -546,9 +543,7 @@ def test_every_tensor_is_needed(tmp_path, name):
         assert any(tensor.startswith(problem.subject) for problem in result.findings.problems), tensor
 
 
-@pytest.mark.parametrize(
-    "extra", ["model.layers.0.self_attn.q_proj.bias", "model.rotary_emb.inv_freq", "new.weight"]
-)
+@pytest.mark.parametrize("extra", ["model.layers.0.self_attn.q_proj.bias", "model.rotary_emb.inv_freq", "new.weight"])
 def test_every_extra_tensor_is_reported(tmp_path, extra):
     base = bases.b0()
     base.tensors[extra] = T("BF16", [256])

@@ -211,12 +211,8 @@ def test_punctuation_bombs_are_refused_before_they_grow(body):
 
 
 def test_a_large_legal_document_is_no_bomb():
-    document = {
-        f"model.layers.{i}.mlp.experts.7.gate_proj.weight": "model-00001.safetensors" for i in range(60_000)
-    }
-    parsed, duplicates = strictjson.parse(
-        json.dumps({"weight_map": document}, separators=(",", ":")).encode()
-    )
+    document = {f"model.layers.{i}.mlp.experts.7.gate_proj.weight": "model-00001.safetensors" for i in range(60_000)}
+    parsed, duplicates = strictjson.parse(json.dumps({"weight_map": document}, separators=(",", ":")).encode())
     assert parsed["weight_map"] == document and duplicates == []
 
 
