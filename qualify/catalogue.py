@@ -142,13 +142,15 @@ def _entry(artifact: str, raw: dict[str, Any]) -> Entry:
     return entry
 
 
-def lookup(artifacts: dict[str, Artifact], identity: dict[str, Any]) -> dict[str, Any]:
+def lookup(artifacts: dict[str, Artifact], identity: dict[str, Any], synthetic: bool = False) -> dict[str, Any]:
     """What the catalogue says of an identity (as ``Inspection.identity`` returns it).
 
     ``status`` is ``catalogued`` (config, headers and index, as far as they are recorded, are those of one
     entry),
     ``config-only`` (the config is, and headers are not recorded or differ) or ``unknown``.
     """
+    if synthetic:
+        return {"status": "synthetic", "reason": "a synthetic checkpoint is none of the catalogued ones"}
     nearest: dict[str, Any] = {"status": "unknown", "reason": "no catalogued checkpoint has this config"}
     for artifact in artifacts.values():
         for entry in artifact.checkpoints:

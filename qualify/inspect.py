@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from typing import Any
 
@@ -30,18 +31,27 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps(cannot_run(str(error)), indent=1))
         raise
-    if args.json:
-        json.dump(facts, sys.stdout, indent=1)
-        print()
-    else:
-        print(report.render(facts, result.findings.problems, result.findings.notes))
+    emit(json.dumps(facts, indent=1) if args.json else report.render(facts, *both(result)))
     return 0 if result.verdict == "accepted" else 1
+
+
+def both(result: inspection.Inspection):
+    """Problems and notes, as the human report takes them."""
+    return result.findings.problems, result.findings.notes
+
+
+def emit(text: str) -> None:
+    """Print ``text``; a reader that has seen enough (``| head``) is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def describe(result: inspection.Inspection, artifacts: dict[str, catalogue.Artifact]) -> dict[str, Any]:
     """The report with the catalogue's word, which never changes the verdict."""
     facts = result.as_dict()
-    facts["catalogue"] = catalogue.lookup(artifacts, facts["identity"])
+    facts["catalogue"] = catalogue.lookup(artifacts, facts["identity"], result.synthetic)
     return facts
 
 

@@ -46,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
             f"{first.message}); "
             "see `python3 -m qualify inspect`"
         )
+    if result.synthetic:
+        raise Rejected("a synthetic checkpoint is not pinned: the catalogue lists published files")
     artifact = result.artifact
     if artifact is None:
         raise Rejected(f"no artifact serves {result.contents.format} checkpoints; there is nothing to pin it for")

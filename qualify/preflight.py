@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +59,7 @@ def run(args: argparse.Namespace) -> int:
                 facts["problems"] = [{"code": "artifact-unknown", "subject": args.artifact, "message": str(error)}]
             print(json.dumps(facts, indent=1))
         raise
-    if args.json:
-        json.dump(facts, sys.stdout, indent=1)
-        print()
-    else:
-        print(report.render(facts, result.findings.problems, result.findings.notes))
+    inspect.emit(json.dumps(facts, indent=1) if args.json else report.render(facts, *inspect.both(result)))
     return 0 if result.verdict == "accepted" else 1
 
 
@@ -81,7 +76,7 @@ def check(
     if args.cache_dir is not None:
         _cache(result, args.cache_dir, findings)
     identity = result.identity()
-    known = catalogue.lookup(artifacts, identity)
+    known = catalogue.lookup(artifacts, identity, result.synthetic)
     _catalogue(known, artifact, args.uncatalogued, findings)
     facts = result.as_dict()
     facts["catalogue"] = known

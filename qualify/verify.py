@@ -35,6 +35,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the outcome; 0 every catalogued file is there and right, 1 not so, 2 cannot run."""
     try:
         findings, entry, outcome = _outcome(args)
+    except KeyboardInterrupt:
+        raise CannotRun("interrupted; run it again and it goes on with the files that are left") from None
     except (CannotRun, Rejected) as error:
         if args.json:
             verdict = "cannot-run" if isinstance(error, CannotRun) else "rejected"

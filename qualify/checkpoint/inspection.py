@@ -17,6 +17,7 @@ from qualify.checkpoint.problems import Findings, show
 from qualify.checkpoint.quantization import Declared
 from qualify.errors import CannotRun, Rejected
 from qualify.models import inventory as inventories
+from qualify.synth.layout import MARK
 
 PROVENANCE = "xllm_source_router_gemm_partitions"
 
@@ -38,6 +39,15 @@ class Inspection:
     def verdict(self) -> str:
         """``accepted`` or ``rejected``; ``cannot-run`` is an exception, not an inspection."""
         return "rejected" if self.findings.problems else "accepted"
+
+    @property
+    def synthetic(self) -> bool:
+        """True when config, a shard or a manifest marks the checkpoint as made up: it can pass for no published one."""
+        return (
+            MARK in self.config
+            or "synthetic.json" in self.checkpoint.files
+            or any(MARK in header.metadata for header in self.headers)
+        )
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -85,6 +95,7 @@ class Inspection:
             "shards": len(self.headers),
             "identity": self.identity(),
             "snapshot": self.checkpoint.snapshot,
+            "synthetic": self.synthetic,
             "mtp": self.contents.mtp or None,
             "scale_bytes_read": self.scales_read,
             "problems": [problem.as_dict() for problem in self.findings.problems],
@@ -192,6 +203,8 @@ def _kv_cache(result: Inspection) -> None:
 def _side_notes(result: Inspection) -> None:
     """Notes on the files beside the weights: never a defect."""
     findings, present, config = result.findings, result.checkpoint.files, result.config
+    if result.synthetic:
+        findings.note("synthetic", "synthetic", "the checkpoint is synthetic: random weights in a published format")
     code = sorted(name for name in present if name.endswith(".py"))
     if code or config.get("auto_map"):
         what = ", ".join(map(show, code[:3])) or "auto_map in config.json"

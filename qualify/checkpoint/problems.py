@@ -141,6 +141,7 @@ NOTES = {
     "kv-scales-missing": "FP8 KV cache without stored K/V scales: engines use 1.0.",
     "vision-skipped": "Vision tensors are counted, not checked.",
     "mtp": "The checkpoint holds a draft (MTP) layer.",
+    "synthetic": "The checkpoint is marked as synthetic: it passes for no published one.",
     "no-inventory": "No inventory for this architecture: headers were compared with the index and the format only.",
     "no-artifact": "No artifact serves unquantised weights.",
     "scales-not-read": "Scale values were not read.",

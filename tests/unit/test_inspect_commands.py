@@ -310,6 +310,21 @@ def test_mova_from_its_published_config(tmp_path, capsys):
     assert report["catalogue"]["status"] == "config-only"
 
 
+def test_a_synthetic_checkpoint_passes_for_no_published_one(tmp_path, capsys):
+    directory = _published_7b(tmp_path)
+    (directory / "synthetic.json").write_text("{}")
+    status, report, _ = command(capsys, "inspect", directory, "--json", "--headers-only")
+    assert status == 0
+    assert (report["synthetic"], report["catalogue"]["status"]) == (True, "synthetic")
+    small = bases.b0()
+    small.config["horizon_images_synthetic"] = True
+    directory = small.write(tmp_path / "small")
+    status, _, error = command(capsys, "pin", directory, "--output", tmp_path / "x.toml")
+    assert status == 1 and "synthetic" in error
+    status, report, _ = _preflight(capsys, directory)
+    assert status == 1 and [problem["code"] for problem in report["problems"]] == ["not-catalogued"]
+
+
 # ------------------------------------------------------------ preflight
 
 
