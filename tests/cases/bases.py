@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +91,6 @@ class Base:
     tensors: dict[str, T]
     shards: int = 1
     hf_quant: dict[str, Any] | None = None
-    #: (index document, shards by name) -> None, applied before writing
-    tweak: list = field(default_factory=list)
 
     @property
     def quantization(self) -> dict[str, Any]:
@@ -103,7 +101,9 @@ class Base:
         self.config["quantization_config"] = value
 
     def copy(self) -> Base:
-        return copy.deepcopy(self)
+        tensors = {name: T(t.dtype, list(t.shape), t.data) for name, t in self.tensors.items()}
+        config, hf_quant = json.loads(json.dumps([self.config, self.hf_quant]))
+        return Base(config, tensors, self.shards, hf_quant)
 
     def split(self) -> dict[str, dict[str, T]]:
         names = list(self.tensors)

@@ -176,9 +176,12 @@ def legal(raw: bytes, size: int) -> bool:
 def header_input(rng: random.Random) -> dict[str, Any]:
     """A mutated header, as data."""
     base = _base(rng.choice(BASES))
-    raw = bases.header_bytes(dict(rng.sample(list(base.tensors.items()), min(len(base.tensors), 12))))
-    data = sum(_bytes(t) for t in base.tensors.values())
-    document = json.loads(raw[8:])
+    document: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    data = 0
+    for name, tensor in rng.sample(list(base.tensors.items()), min(len(base.tensors), 12)):
+        end = data + _bytes(tensor)
+        document[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [data, end]}
+        data = end
     for _ in range(rng.choice((0, 1, 1, 1, 2, 3))):
         _mutate_header(document, rng)
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=rng.random() < 0.5)
