@@ -55,7 +55,10 @@ def _outcome(args: argparse.Namespace) -> tuple[Findings, catalogue.Entry, dict[
     if args.workers is not None and args.workers < 1:
         raise Rejected("--workers must be at least 1")
     findings = Findings()
-    checkpoint = files.open_checkpoint(args.directory, findings)
+    try:
+        checkpoint = files.open_checkpoint(args.directory, findings)
+    except OSError as error:
+        raise CannotRun(f"cannot read {show(str(error.filename))}: {error.strerror}") from None
     artifacts = catalogue.load(Path(args.recipes) if args.recipes else None)
     entry = _entry(checkpoint, artifacts, args.repository)
     if entry is None or not entry.files:

@@ -567,18 +567,19 @@ class Checker:
         klass = module_class(name)
         inventory = self.inventory
         layer = layer_of(name)
+        drafts = inventory is None or "mtp" in inventory.skipped
         if layer is not None and klass not in ("mtp", "vision"):
-            if layer in self._drafts:
+            if drafts and layer in self._drafts:
                 klass = "mtp"
             elif inventory is not None and layer >= inventory.layers:
                 why = f"the config has {inventory.layers} layers"
                 self._beyond("layer-beyond-config", f"layer {layer}", name, why)
                 return
-        if klass == "mtp":
+        if klass == "mtp" and drafts:
             mtp = self.contents.mtp or {"quantised": 0, "unquantised": 0}
             mtp["quantised" if is_quantised(leaves) else "unquantised"] += 1
             self.contents.mtp = mtp
-        if inventory is None or klass in inventory.skipped or klass == "mtp":
+        if inventory is None or klass in inventory.skipped:
             self._guess(name, klass, leaves)
             return
         if name == "lm_head":

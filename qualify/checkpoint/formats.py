@@ -199,7 +199,7 @@ def _architecture(
 ) -> None:
     names = config.get("architectures")
     if isinstance(names, list) and len(names) == 1 and names[0] in served:
-        if not inventoried:
+        if not inventoried and not any(problem.code == "config-value" for problem in findings.problems):
             findings.problem(
                 "unsupported-architecture",
                 "model_type",

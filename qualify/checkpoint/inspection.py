@@ -142,7 +142,8 @@ def _inspect(directory: str | Path, headers_only: bool, revision: str | None, we
     checker = contents_module.Checker(result.contents, result.declared, inventory, findings)
     experts = inventories.expert_count(result.config)
     checker.run(checkpoint.weight_map, unreadable, layers, nextn, experts)
-    _kv_cache(result)
+    if not unreadable:
+        _kv_cache(result, inventory)
     if checkpoint.config is not None and result.contents.modules:
         result.artifact = formats.check(result.contents, result.declared, inventory, result.config, findings)
     result.topologies = topology.candidates(result.contents, result.config)
@@ -181,23 +182,36 @@ def _inventory(result: Inspection) -> inventories.Inventory | None:
     return inventory
 
 
-def _kv_cache(result: Inspection) -> None:
+def _kv_cache(result: Inspection, inventory: inventories.Inventory | None) -> None:
     findings, stored = result.findings, result.contents.kv_scales
-    if result.declared.kv_cache:
-        findings.note("kv-cache", "kv_cache_scheme", f"the KV cache is declared {result.declared.kv_cache.upper()}")
-        if not stored:
-            findings.note(
-                "kv-scales-missing",
-                "kv_cache_scheme",
-                "no K/V scales are stored: an FP8 KV cache would run with 1.0",
+    if not result.declared.kv_cache:
+        if stored:
+            findings.problem(
+                "tensor-unexpected",
+                stored[0].name,
+                f"{len(stored)} K/V scales are stored (first {show(stored[0].name)}), and the config declares no FP8 "
+                "KV cache",
             )
-    elif stored:
-        findings.problem(
-            "tensor-unexpected",
-            stored[0].name,
-            f"{len(stored)} K/V scales are stored (first {show(stored[0].name)}), and the config declares "
-            "no FP8 KV cache",
+        return
+    findings.note("kv-cache", "kv_cache_scheme", f"the KV cache is declared {result.declared.kv_cache.upper()}")
+    if not stored:
+        findings.note(
+            "kv-scales-missing", "kv_cache_scheme", "no K/V scales are stored: an FP8 KV cache would run with 1.0"
         )
+        return
+    # All or nothing: a layer without them would silently run with 1.0.
+    layers: dict[int | None, set[str]] = {}
+    if inventory is not None:
+        layers = {inventories.layer_of(name): set() for name in inventory.modules if name.endswith(".k_proj")}
+    for tensor in stored:
+        leaf = tensor.name.rpartition(".")[2]
+        found = layers.setdefault(inventories.layer_of(tensor.name), set())
+        found.update(("k_scale", "v_scale") if leaf == "kv_scale" else (leaf,))
+    for layer, leaves in layers.items():
+        for leaf in sorted({"k_scale", "v_scale"} - leaves):
+            findings.problem(
+                "scale-missing", f"layer {layer}.{leaf}", f"layer {layer} has no {leaf}; other layers have K/V scales"
+            )
 
 
 def _side_notes(result: Inspection) -> None:

@@ -135,6 +135,7 @@ def _bounded(config: Mapping[str, Any], per_layer: Iterable[str]) -> None:
 
 def _k2_horizon(config: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> Inventory:
     _bounded(config, ("num_experts", "mova_num_experts", "num_shared_experts"))
+    _k2_assumptions(config)
     completed, defaulted = dict(config), {}
     for key, read in _K2_OPTIONAL.items():
         if key not in config:
@@ -150,6 +151,19 @@ def _k2_horizon(config: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]
         completed["num_experts"],
         defaulted={key: value for key, value in defaulted.items() if value not in (None, 0, False, [])},
     )
+
+
+def _k2_assumptions(config: Mapping[str, Any]) -> None:
+    """Refuse values under which K2-Horizon would have other modules than the published checkpoints show."""
+    for key, known in (("decoder_sparse_step", (None, 1)), ("query_key_norm", (None, False))):
+        if config.get(key) not in known:
+            raise Rejected(f"config.json {key} is {config[key]!r:.60}; no published K2-Horizon checkpoint has that")
+    for key in ("tie_word_embeddings", "moe_gate_bias"):
+        if not isinstance(config.get(key), bool | None):
+            raise Rejected(f"config.json {key} must be true or false, got {config[key]!r:.60}")
+    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if type(heads) is int and type(kv_heads) is int and kv_heads > 0 and heads % kv_heads:
+        raise Rejected(f"config.json num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
 
 
 def _any(names: Iterable[str], leaf: str) -> bool:

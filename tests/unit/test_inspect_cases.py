@@ -264,6 +264,7 @@ def test_19_a_kv_scale_is_one_value(tmp_path):
     base = bases.b0()
     base.quantization["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "dynamic": False}
     base.tensors["model.layers.0.self_attn.k_scale"] = T("F32", [2])
+    base.tensors["model.layers.0.self_attn.v_scale"] = T("F32", [])
     assert codes(inspect(base, tmp_path)) == {"kv-scale-shape"}
 
 

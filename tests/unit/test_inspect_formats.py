@@ -585,6 +585,11 @@ def test_a_whole_layer_is_one_problem(tmp_path):
         ("mlp_only_layers", [1]),
         ("mlp_only_layers", "0"),
         ("attention_bias", True),
+        ("query_key_norm", True),
+        ("decoder_sparse_step", 2),
+        ("tie_word_embeddings", "false"),
+        ("moe_gate_bias", 1),
+        ("num_key_value_heads", 3),
     ],
 )
 def test_sizes_that_cannot_be_right(tmp_path, key, value):
@@ -593,6 +598,28 @@ def test_sizes_that_cannot_be_right(tmp_path, key, value):
     result = inspect(base, tmp_path)
     assert "config-value" in codes(result)
     assert key in messages(result, "config-value")
+
+
+@pytest.mark.parametrize("name", ["mtp.0.x.weight", "model.layers.1.self_attn.q_proj.weight", "model.visual.x.weight"])
+def test_k2_horizon_has_neither_draft_layers_nor_vision(tmp_path, name):
+    base = bases.b0()
+    base.config["num_nextn_predict_layers"] = 1
+    base.tensors[name] = T("BF16", [4, 4])
+    assert codes(inspect(base, tmp_path)) in ({"tensor-unexpected"}, {"layer-beyond-config"})
+
+
+def test_kv_scales_are_there_for_all_layers_or_none(tmp_path):
+    for leaves, missing in ((("k_scale",), ["v_scale"]), (("v_scale",), ["k_scale"]), (("k_scale", "v_scale"), [])):
+        base = bases.b0()
+        base.quantization["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "dynamic": False}
+        for leaf in leaves:
+            base.tensors[f"{LAYER}.self_attn.{leaf}"] = T("F32", [])
+        result = inspect(base, tmp_path / "".join(leaves))
+        assert subjects(result, "scale-missing") == [f"layer 0.{leaf}" for leaf in missing]
+    base = bases.b0()
+    base.quantization["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "dynamic": False}
+    result = inspect(base, tmp_path / "none")
+    assert codes(result) == set() and "kv-scales-missing" in notes(result)
 
 
 def test_a_missing_size(tmp_path):
