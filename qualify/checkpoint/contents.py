@@ -138,6 +138,7 @@ class Checker:
         self._said: set[tuple[str, str]] = set()
         self._stored_quantised: set[str] = set()
         self._good: set[tuple[Any, ...]] = set()
+        self._alike: Counter[tuple[str, str, tuple[int, ...], Scheme]] = Counter()
         self._drafts = range(0)
         self._complete = True
 
@@ -178,6 +179,7 @@ class Checker:
         self._whole()
         for name, entries in promised.items():
             self._promised(name, entries, stored.get(name))
+        self._add_up()
         for name in stored:
             if name not in promised:
                 self._unpromised(name, stored[name])
@@ -313,10 +315,25 @@ class Checker:
             return
         consumed: set[str] = set()
         for promised in entries:
-            consumed |= self._module(name, promised, self._scheme(name, promised), leaves)
+            scheme = self._scheme(name, promised)
+            if scheme is not None and not promised.bias and self._as_before(promised, scheme, leaves):
+                # Nearly every module of a large checkpoint: counted here, added up by _add_up.
+                self._alike[promised.klass, name.rpartition(".")[2], promised.shape, scheme] += 1
+                self.contents.schemes[name] = scheme
+                return
+            consumed |= self._module(name, promised, scheme, leaves)
         if not consumed >= leaves.keys():
             for leaf in sorted(leaves.keys() - consumed):
                 self._extra(name, leaf, leaves[leaf])
+
+    def _add_up(self) -> None:
+        """Add the modules that looked like earlier ones to scope and signatures."""
+        for (klass, last, shape, scheme), count in self._alike.items():
+            scope = self.contents.scope.setdefault(klass, ClassScope())
+            scope.dtypes[scheme.dtype] += count
+            scope.quantised += count
+            scope.schemes.add(scheme)
+            self.contents.signatures[klass, last, shape[-2], shape[-1], scheme] += count
 
     def _absent(self, name: str, entries: list[Promised]) -> None:
         """Note every tensor of a module none of which is stored."""
@@ -362,8 +379,6 @@ class Checker:
                 self._dtype_problem(bias, promised.dtypes)
         if scheme is None:
             consumed |= self._plain(name, promised, leaves, quantised)
-        elif self._as_before(promised, scheme, leaves):
-            consumed |= leaves.keys()
         else:
             consumed |= self._quantised(name, promised, scheme, leaves, quantised)
         weight = leaves.get("weight_packed") or leaves.get(promised.leaf) or leaves.get("weight")
@@ -387,8 +402,10 @@ class Checker:
 
     def _as_before(self, promised: Promised, scheme: Scheme, leaves: dict[str, Tensor]) -> bool:
         """True when this weight and scale look like ones already found good: most experts do."""
+        if len(leaves) != 2 or not scheme.block:
+            return False
         weight, scale = leaves.get(scheme.weight), leaves.get(scheme.scale)
-        if weight is None or scale is None or len(leaves) != 2 or not scheme.block:
+        if weight is None or scale is None:
             return False
         if scale.dtype == "BF16" and scheme.scale == "weight_scale_inv":
             return False  # noted one by one
@@ -744,9 +761,9 @@ class Checker:
             weight = leaves.get("weight_packed") or leaves.get("weight")
             if weight is None:
                 continue
-            expert = _EXPERT.match(name)
-            if expert is not None:
-                layers.setdefault(expert[1], {}).setdefault(weight.dtype, []).append(name)
+            end = name.find(".experts.")
+            if end > 0:
+                layers.setdefault(name[: end + 8], {}).setdefault(weight.dtype, []).append(name)
             elif last in _FUSED_OF:
                 fused.setdefault((parent, _FUSED_OF[last]), {})[last] = weight.dtype
         for layer, dtypes in layers.items():

@@ -308,8 +308,10 @@ def _choose_shards(checkpoint: Checkpoint, findings: Findings) -> None:
 
 def compare_index(checkpoint: Checkpoint, found: list[headers.Header], findings: Findings) -> None:
     """Compare index and headers: every tensor in exactly the shard that the index says, sizes included."""
-    owner: dict[str, str] = {}
-    for header in found:
+    owner = {tensor.name: header.shard for header in found for tensor in header.tensors}
+    if len(owner) != sum(len(header.tensors) for header in found):
+        owner.clear()
+    for header in found if not owner else ():
         for tensor in header.tensors:
             other = owner.setdefault(tensor.name, header.shard)
             if other != header.shard:
@@ -325,7 +327,7 @@ def compare_index(checkpoint: Checkpoint, found: list[headers.Header], findings:
     _report_absent(checkpoint, owner, findings)
     absent = set(checkpoint.absent)
     stale = any(problem.code == "index-stale" for problem in findings.problems)
-    for name, shard in mapping.items():
+    for name, shard in mapping.items() if owner != mapping else ():
         holder = owner.get(name)
         if holder is None:
             if shard not in unreadable and shard not in absent:
@@ -340,7 +342,7 @@ def compare_index(checkpoint: Checkpoint, found: list[headers.Header], findings:
                 name,
                 f"{INDEX} puts {show(name)} into {show(shard)}; it is in {show(holder)}",
             )
-    for name, shard in owner.items():
+    for name, shard in owner.items() if owner != mapping else ():
         if name not in mapping:
             findings.problem("index-tensor-unlisted", name, f"{show(name)} is in {show(shard)}, but not in {INDEX}")
     if checkpoint.total_size is not None and not absent and not unreadable:

@@ -163,8 +163,9 @@ def _inventory(result: Inspection) -> inventories.Inventory | None:
     if config is None:
         return None
     try:
-        shapes = {tensor.name: tensor.shape for header in result.headers for tensor in header.tensors}
-        inventory = inventories.derive(config, shapes)
+        inventory = inventories.derive(
+            config, lambda: {tensor.name: tensor.shape for header in result.headers for tensor in header.tensors}
+        )
     except Rejected as error:
         findings.problem("config-value", files.CONFIG, show(str(error), 300))
         return None

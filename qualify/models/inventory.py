@@ -7,7 +7,7 @@ its class and bounds the sizes, because a config is hostile input too.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -107,11 +107,11 @@ def expert_count(config: Mapping[str, Any]) -> int:
     return 0
 
 
-def derive(config: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> Inventory | None:
+def derive(config: Mapping[str, Any], tensors: Callable[[], Mapping[str, tuple[int, ...]]]) -> Inventory | None:
     """The inventory that ``config`` promises; None for an architecture without one here.
 
-    ``tensors`` (name -> shape) decide only what the config leaves open: keys that may be absent. Raises ``Rejected``
-    for a config that lacks a size or holds an impossible one.
+    ``tensors`` gives name -> shape of what is stored. It decides only what the config leaves open, and is not
+    called otherwise. Raises ``Rejected`` for a config that lacks a size or holds an impossible one.
     """
     if config.get("model_type") == "k2_horizon":
         return _k2_horizon(config, tensors)
@@ -133,13 +133,14 @@ def _bounded(config: Mapping[str, Any], per_layer: Iterable[str]) -> None:
         raise Rejected(f"config.json promises more modules than any model has: {told}")
 
 
-def _k2_horizon(config: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> Inventory:
+def _k2_horizon(config: Mapping[str, Any], tensors: Callable[[], Mapping[str, tuple[int, ...]]]) -> Inventory:
     _bounded(config, ("num_experts", "mova_num_experts", "num_shared_experts"))
     _k2_assumptions(config)
     completed, defaulted = dict(config), {}
+    stored = tensors() if _K2_OPTIONAL.keys() - config.keys() else {}
     for key, read in _K2_OPTIONAL.items():
         if key not in config:
-            completed[key] = defaulted[key] = read(tensors, completed)
+            completed[key] = defaulted[key] = read(stored, completed)
     modules = {}
     for module in k2_horizon.modules(completed):
         klass = module_class(module.name)

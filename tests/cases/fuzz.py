@@ -685,7 +685,10 @@ def _same_promise(original: Base, base: Base) -> bool:
 
     shapes = {name: tuple(t.shape) for name, t in original.tensors.items()}
     try:
-        return inventory.derive(original.config, shapes).modules == inventory.derive(base.config, shapes).modules
+        return (
+            inventory.derive(original.config, lambda: shapes).modules
+            == inventory.derive(base.config, lambda: shapes).modules
+        )
     except Exception:  # a config that promises nothing usable cannot be the same
         return False
 
@@ -699,7 +702,9 @@ def _same_declaration(original: Base, base: Base) -> bool:
     schemes = []
     for one in (original, base):
         declared = quantization.parse(one.config, one.hf_quant, Findings())
-        modules = inventory.derive(original.config, {n: tuple(t.shape) for n, t in original.tensors.items()}).modules
+        modules = inventory.derive(
+            original.config, lambda: {n: tuple(t.shape) for n, t in original.tensors.items()}
+        ).modules
         declared.bind(Names(modules), Findings())
         schemes.append({n: declared.scheme(n, p[0].linear and p[0].klass != "router") for n, p in modules.items()})
     return schemes[0] == schemes[1]
