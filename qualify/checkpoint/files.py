@@ -125,7 +125,8 @@ def _hint(root: Path) -> str:
 def _list(checkpoint: Checkpoint, findings: Findings) -> None:
     root = checkpoint.root
     blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else None
-    allowed = [os.path.realpath(path) + os.sep for path in (root, blobs) if path is not None]
+    # A blobs/ that is itself a link could lead anywhere.
+    allowed = [f"{path}{os.sep}" for path in (root, blobs) if path is not None and not path.is_symlink()]
     try:
         entries = sorted(os.scandir(root), key=lambda entry: entry.name)
     except OSError as error:

@@ -796,6 +796,13 @@ def test_59_the_blobs_of_another_repository_are_outside(tmp_path):
     assert codes(inspect(snapshot)) == {"link-escape"}
 
 
+def test_59_a_linked_blobs_directory_is_an_escape(tmp_path):
+    repo, snapshot = _hub(tmp_path, bases.b0())
+    (repo / "blobs").rename(tmp_path / "elsewhere")
+    (repo / "blobs").symlink_to(tmp_path / "elsewhere")
+    assert codes(inspect(snapshot)) == {"link-escape"}
+
+
 def test_59_links_inside_a_plain_directory(tmp_path):
     directory = bases.b0().write(tmp_path / "plain")
     (directory / "model.safetensors").rename(directory / "weights")

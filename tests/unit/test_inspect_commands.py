@@ -444,6 +444,13 @@ def test_the_committed_catalogue_invents_nothing():
     assert not any(entry.pinned for entry in entries.values())
 
 
+def test_artifact_files_and_capability_checks_name_the_same_formats():
+    from qualify.checkpoint import formats
+
+    served = {form: name for name, artifact in catalogue.load().items() for form in artifact.formats}
+    assert served.keys() == formats.CAPABILITIES.keys()
+
+
 ENTRY = """
 artifact = "{artifact}"
 formats = ["compressed-tensors-fp8-block"]
