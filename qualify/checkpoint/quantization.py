@@ -386,8 +386,8 @@ _FP8_KEYS = {
     "modules_to_not_convert",
 }
 _FP8_MEANING = {
-    "scale_fmt": "the scales would be rounded to powers of two",
-    "fmt": "the code table of the weights",
+    "scale_fmt": "how scales are rounded",
+    "fmt": "which codes the weights are read with",
 }
 
 

@@ -73,7 +73,7 @@ def check(contents: Contents, config: Mapping[str, Any], tp: int, ep: int) -> To
     for klass, last, rows, columns, scheme in contents.signatures:
         if klass in ("router", "vision", "embedding", "mtp", "value_expert"):
             continue
-        ways, label = (moe_tp, f"TP {tp} / EP {ep} = {moe_tp}") if klass == "routed_expert" else (tp, f"TP {tp}")
+        ways, label = (moe_tp, f"TP {tp} / EP {ep}") if klass == "routed_expert" else (tp, f"TP {tp}")
         if ways > 1:
             reason = _split(klass, last, rows, columns, scheme, ways, label, kv_heads)
             if reason:
@@ -106,11 +106,13 @@ def _split(
     if last in _KV and kv_heads and ways > kv_heads:
         ways = kv_heads  # KV heads are replicated beyond their number
     if extent % ways:
-        return f"{what}: {extent} {axis} % {label} = {extent % ways}"
+        return f"{what}: {extent} {axis} % {ways} ({label}) = {extent % ways}"
     share = extent // ways
     if share % block:
-        unit = f"{share} % {block} = {share % block}"
-        return f"{what}: {extent} {axis} / {label} leaves {share} a rank, {unit}: no whole blocks of {block}"
+        return (
+            f"{what}: {extent} {axis} / {ways} ({label}) = {share} a rank, {share} % {block} = {share % block}: no "
+            f"whole blocks of {block}"
+        )
     return None
 
 

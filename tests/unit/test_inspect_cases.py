@@ -944,7 +944,7 @@ def test_65_blocks_and_experts_against_tp_and_ep(tmp_path, capsys):
             if status:
                 assert {problem["code"] for problem in report["problems"]} == {"topology"}
     _, report, _ = _preflight(capsys, directory, "mova-fp8", 4, 1)
-    assert "768 rows / TP 4 / EP 1 = 4 leaves 192 a rank, 192 % 128 = 64" in report["problems"][0]["message"]
+    assert "768 rows / 4 (TP 4 / EP 1) = 192 a rank, 192 % 128 = 64" in report["problems"][0]["message"]
 
 
 @pytest.mark.parametrize(
@@ -969,7 +969,7 @@ def test_65_a_quantised_shared_expert_and_fused_leaves(tmp_path):
     assert codes(result) == set()
     pairs = {(item.tp, item.ep): item.reasons for item in result.topologies}
     assert pairs[(4, 4)] == ()
-    assert any("shared expert" in reason and "64 a rank" in reason for reason in pairs[(8, 4)])
+    assert any("shared expert" in reason and "= 64 a rank" in reason for reason in pairs[(8, 4)])
 
 
 def test_65_dense_18432_over_32(tmp_path, capsys):
@@ -985,7 +985,7 @@ def test_65_dense_18432_over_32(tmp_path, capsys):
     directory = base.write(tmp_path)
     status, report, _ = _preflight(capsys, directory, "k2-horizon-fp8", 32, 1)
     assert status == 1
-    assert any("18432 rows / TP 32 leaves 576 a rank, 576 % 128 = 64" in p["message"] for p in report["problems"])
+    assert any("18432 rows / 32 (TP 32) = 576 a rank, 576 % 128 = 64" in p["message"] for p in report["problems"])
 
 
 def test_65_experts_of_a_dense_model(tmp_path, capsys):
