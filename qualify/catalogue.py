@@ -45,6 +45,8 @@ class Entry:
     unpinned: str = ""
     headers_sha256: str = ""
     files: tuple[File, ...] = ()
+    #: (TP, EP) pairs that the artifact lists for it
+    topologies: tuple[tuple[int, int], ...] = ()
 
     def digest(self, role: str) -> str | None:
         """SHA-256 of the one file with ``role``, or None."""
@@ -120,6 +122,7 @@ def _entry(artifact: str, raw: dict[str, Any]) -> Entry:
         raw.get("unpinned", ""),
         raw.get("headers_sha256", ""),
         files,
+        tuple((tp, ep) for tp, ep in raw.get("topologies", ())),
     )
     where = f"checkpoint {entry.name!r}"
     for file in files:
@@ -165,6 +168,7 @@ def lookup(artifacts: dict[str, Artifact], identity: dict[str, Any], synthetic: 
                 "revision": entry.revision,
                 "source_epoch": entry.source_epoch,
                 "pinned": entry.pinned,
+                "topologies": [list(pair) for pair in entry.topologies],
             }
             index = entry.digest("index")
             if not entry.headers_sha256:

@@ -78,6 +78,15 @@ def check(
     identity = result.identity()
     known = catalogue.lookup(artifacts, identity, result.synthetic)
     _catalogue(known, artifact, args.uncatalogued, findings)
+    listed = known.get("topologies")
+    if listed and [args.tp, args.ep] not in listed and not any(p.code == "topology" for p in findings.problems):
+        pairs = ", ".join(f"TP{tp}+EP{ep}" for tp, ep in listed)
+        findings.problem(
+            "topology",
+            f"TP{args.tp}+EP{args.ep}",
+            f"TP {args.tp} with EP {args.ep} is none of the pairs that {artifact.name} lists for "
+            f"{known['repository']}: {pairs}",
+        )
     facts = result.as_dict()
     facts["catalogue"] = known
     facts["plan"] = {"artifact": args.artifact, "tp": args.tp, "ep": args.ep, "arch": args.arch}

@@ -274,8 +274,8 @@ def test_the_published_7b_is_accepted_and_catalogued(tmp_path, capsys):
     assert report["scope"]["dense_linear"]["quantised"] == 36 * 7
     assert report["catalogue"]["status"] == "catalogued"
     assert report["catalogue"]["repository"] == "IFM/K2-Horizon-7B-FP8"
-    works = {(item["tp"], item["ep"]) for item in report["topologies"] if item["works"]}
-    assert works == {(1, 1), (2, 1), (4, 1), (8, 1), (16, 1)}
+    works = [[item["tp"], item["ep"]] for item in report["topologies"] if item["works"]]
+    assert works == [[1, 1], [2, 1], [4, 1], [8, 1], [16, 1]] == report["catalogue"]["topologies"]
 
 
 def test_the_published_7b_with_other_headers_is_not_catalogued(tmp_path, capsys):
@@ -306,6 +306,8 @@ def test_mova_from_its_published_config(tmp_path, capsys):
     assert report["scope"]["routed_expert"]["dtypes"] == {"F8_E4M3": 13_500}
     assert report["scope"]["value_expert"]["unquantised"] == 2_880
     assert len(config["quantization_config"]["ignored_layers"]) == 3_408
+    works = [[item["tp"], item["ep"]] for item in report["topologies"] if item["works"]]
+    assert works == report["catalogue"]["topologies"], "derived and listed pairs agree"
     # The config is published; headers made up from it are not the published ones.
     assert report["catalogue"]["status"] == "config-only"
 
@@ -693,3 +695,19 @@ def test_codes_that_the_sources_use_are_known():
 def test_verify_journal_is_outside_the_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert tmp_path / "cache" in verify.journal_path(tmp_path / "checkpoint").parents
+
+
+def test_a_pair_that_the_artifact_does_not_list(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    base = bases.b0_moe()
+    directory, proposal = _pinned(tmp_path, capsys, base)
+    reviewed = proposal.read_text().replace(
+        'reviewed_by = ""', 'reviewed_by = "somebody"\ntopologies = [[1, 1], [2, 2]]'
+    )
+    monkeypatch.setattr(catalogue, "RECIPES", _recipes(tmp_path, reviewed))
+    common = ("preflight", "--artifact", "k2-horizon-fp8", "--model-dir", directory, "--json")
+    assert command(capsys, *common, "--tp", 2, "--ep", 2)[0] == 0
+    status, report, _ = command(capsys, *common, "--tp", 2, "--ep", 1)
+    assert status == 1
+    assert [problem["code"] for problem in report["problems"]] == ["topology"]
+    assert "TP1+EP1, TP2+EP2" in report["problems"][0]["message"]
