@@ -13,10 +13,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from qualify.checkpoint.declared import Declared
 from qualify.checkpoint.headers import Tensor
 from qualify.checkpoint.matching import FUSED, Names
 from qualify.checkpoint.problems import Findings, show
-from qualify.checkpoint.quantization import NARROW, Declared, Scheme
+from qualify.checkpoint.schemes import NARROW, Scheme
 from qualify.models.inventory import Inventory, Promised, layer_of, module_class
 
 PLAIN = frozenset({"BF16", "F16", "F32"})

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from qualify.checkpoint.contents import Contents
+from qualify.checkpoint.declared import Declared
 from qualify.checkpoint.problems import Findings, show
-from qualify.checkpoint.quantization import Declared
 from qualify.models.inventory import Inventory
 
 K2_ARCHITECTURE = "K2HorizonForCausalLM"

@@ -12,9 +12,9 @@ from typing import Any
 from qualify.checkpoint import contents as contents_module
 from qualify.checkpoint import files, formats, headers, quantization, scales, topology
 from qualify.checkpoint.contents import Contents
+from qualify.checkpoint.declared import Declared, canonical
 from qualify.checkpoint.files import Checkpoint
 from qualify.checkpoint.problems import Findings, show
-from qualify.checkpoint.quantization import Declared
 from qualify.errors import CannotRun, Rejected
 from qualify.models import inventory as inventories
 from qualify.synth.layout import MARK
@@ -69,11 +69,11 @@ class Inspection:
         complete = bool(self.headers) and all(header.readable for header in self.headers)
         for header in self.headers:
             digest.update(header.raw)
-        canonical = quantization.canonical(self.declared.raw)
+        declaration = canonical(self.declared.raw)
         return {
             "config": _sha256(self.checkpoint.config_raw),
             "index": _sha256(self.checkpoint.index_raw),
-            "quantization_config": _sha256(canonical),
+            "quantization_config": _sha256(declaration),
             "headers": digest.hexdigest() if complete and not self.checkpoint.absent else None,
         }
 

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from itertools import product
 
 from qualify.checkpoint.contents import SCALE_LEAVES, Contents
+from qualify.checkpoint.declared import Declared
 from qualify.checkpoint.headers import BITS, Tensor
 from qualify.checkpoint.problems import Findings, show
-from qualify.checkpoint.quantization import Declared
 
 
 def _e4m3(code: int) -> float:

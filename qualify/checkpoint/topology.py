@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qualify.checkpoint.contents import Contents
-from qualify.checkpoint.quantization import Scheme
+from qualify.checkpoint.schemes import Scheme
 from qualify.models.inventory import expert_count, text_config
 
 #: pairs that a report lists
