@@ -11,6 +11,7 @@ from typing import Any
 
 from qualify.checkpoint import contents as contents_module
 from qualify.checkpoint import files, formats, headers, quantization, scales, topology
+from qualify.checkpoint.checker import Checker
 from qualify.checkpoint.contents import Contents
 from qualify.checkpoint.declared import Declared, canonical
 from qualify.checkpoint.files import Checkpoint
@@ -139,7 +140,7 @@ def _inspect(directory: str | Path, headers_only: bool, revision: str | None, we
     text = inventories.text_config(result.config)
     counts = [text.get(key) for key in ("num_hidden_layers", "num_nextn_predict_layers")]
     layers, nextn = (count if type(count) is int and 0 <= count < 1 << 20 else 0 for count in counts)
-    checker = contents_module.Checker(result.contents, result.declared, inventory, findings)
+    checker = Checker(result.contents, result.declared, inventory, findings)
     experts = inventories.expert_count(result.config)
     checker.run(checkpoint.weight_map, unreadable, layers, nextn, experts)
     if not unreadable:

@@ -39,7 +39,7 @@ def test_the_oracle_can_fail(tmp_path, monkeypatch):
             caught += 1
     assert caught
     monkeypatch.undo()
-    monkeypatch.setattr(fuzz.inspection.contents_module.Checker, "_report_missing", lambda *arguments: None)
+    monkeypatch.setattr(fuzz.inspection.Checker, "_report_missing", lambda *arguments: None)
     case = {"kind": "checkpoint", "base": "b0", "shards": 1, "operations": [["drop", "model.norm.weight"]]}
     try:
         fuzz.run(case, tmp_path)
