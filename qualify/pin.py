@@ -42,8 +42,7 @@ def run(args: argparse.Namespace) -> int:
     if result.verdict != "accepted":
         first = result.findings.problems[0]
         raise Rejected(
-            f"a checkpoint with {len(result.findings.problems)} problems is not pinned (first: "
-            f"{first.message}); "
+            f"a checkpoint with {len(result.findings.problems)} problems is not pinned (first: {first.message}); "
             "see `python3 -m qualify inspect`"
         )
     if result.synthetic:

@@ -178,8 +178,7 @@ def _provenance(result: inspection.Inspection, declared: int | None, findings: F
         findings.problem(
             "router-provenance",
             inspection.PROVENANCE,
-            "nobody says how many GEMM partitions the training router used: the checkpoint does not, and it "
-            "changes "
+            "nobody says how many GEMM partitions the training router used: the checkpoint does not, and it changes "
             "results; declare it with --router-partitions N or ROUTER_PARTITIONS=N",
         )
     elif value is not None and value not in (1, 2):

@@ -77,8 +77,7 @@ class Checker:
         promised = self.inventory.modules if self.inventory else {}
         names = Names(dict.fromkeys([*promised, *stored]))
         if self.declared.format == "fp8-block" and self.inventory is not None and self.inventory.experts:
-            # Released dense models in this format store BF16 scales; MoVA's are F32, and a BF16 copy has lost
-            # bits.
+            # Released dense models in this format store BF16 scales; MoVA's are F32, and a BF16 copy lost bits.
             self.declared.targets = [
                 (target, replace(scheme, scale_dtypes=("F32",))) for target, scheme in self.declared.targets
             ]
@@ -125,8 +124,7 @@ class Checker:
                 "stored-not-declared",
                 quantised[0],
                 f"{len(quantised):,} weights are stored quantised (first {show(quantised[0])}, "
-                f"{stored_dtype(first)}), and "
-                f"{declared.origin} declares nothing of the kind",
+                f"{stored_dtype(first)}), and {declared.origin} declares nothing of the kind",
             )
         elif not declares and declared.unserved is not None:
             self.believe = False  # a format whose layout nobody here knows
@@ -305,8 +303,7 @@ class Checker:
                 findings.problem(
                     "linear-not-ignored",
                     name,
-                    f"{show(name)} is stored {weight.dtype}; {self.declared.format} declares it quantised "
-                    "and the "
+                    f"{show(name)} is stored {weight.dtype}; {self.declared.format} declares it quantised and the "
                     "ignore list does not name it: engines would cast it, with a scale that was never loaded",
                 )
             return consumed
@@ -350,8 +347,7 @@ class Checker:
             self.findings.problem(
                 "scale-leaf",
                 f"{name}.{other}",
-                f"{show(name)} has {other}; {scheme.name} reads {scheme.scale}, and engines would leave "
-                "that at its "
+                f"{show(name)} has {other}; {scheme.name} reads {scheme.scale}, and engines would leave that at its "
                 "initialiser: relabelling the config does not convert a checkpoint",
             )
             scale, leaf = leaves[other], other
@@ -374,8 +370,7 @@ class Checker:
             self.findings.problem(
                 "scale-shape",
                 scale.name,
-                f"{show(scale.name)} has shape {_shape(scale.shape)}; a weight of {_shape(shape)} in {per} "
-                "needs "
+                f"{show(scale.name)} has shape {_shape(scale.shape)}; a weight of {_shape(shape)} in {per} needs "
                 f"{' or '.join(_shape(item) for item in wanted)}",
             )
         elif scheme.block and (shape[-2] % scheme.block[0] or shape[-1] % scheme.block[1]):
@@ -526,8 +521,7 @@ class Checker:
                 "partial-block",
                 self._partial[0],
                 f"{len(self._partial):,} weights end in a partial block (first {show(self._partial[0])}): "
-                "legal in the "
-                "file, and no tensor parallelism can split there",
+                "legal in the file, and no tensor parallelism can split there",
             )
         if self._bf16_scales:
             findings.note(

@@ -195,8 +195,7 @@ def _fp8_block(where, weights, activations, block, declared: Declared, findings:
             findings.problem(
                 "quantization-value",
                 where,
-                f"{where}.input_activations.{key} is {show(activations[key])}; the format has {value}, and "
-                "engines "
+                f"{where}.input_activations.{key} is {show(activations[key])}; the format has {value}, and engines "
                 "ignore the difference in silence",
             )
 

@@ -212,8 +212,7 @@ def _architecture(
     findings.problem(
         "unsupported-architecture",
         "architectures",
-        f"config.json has architectures {show(names)}; this format is served for "
-        f"{' or '.join(served) or 'others'}. "
+        f"config.json has architectures {show(names)}; this format is served for {' or '.join(served) or 'others'}. "
         f"Another class may have no quantised path{path}",
     )
 

@@ -130,8 +130,7 @@ def _plausible(prefix: bytes, length: int, header: Header, findings: Findings) -
         findings.problem("shard-empty", shard, f"{name} is empty")
         return False
     mistaken = looks_like(prefix)
-    # '<' may also be the first byte of a legal length (60 + n * 256): a page has '<' *and* no '{' after the
-    # length.
+    # '<' may also be the first byte of a legal length (60 + n * 256): a page has '<' and no '{' after it.
     if mistaken == "lfs-pointer" or (mistaken == "html-page" and prefix[8:9] != b"{"):
         what = "a Git LFS pointer" if mistaken == "lfs-pointer" else "a web page"
         findings.problem(mistaken, shard, f"{name} ({size:,} bytes) is {what}, not a safetensors file")
@@ -200,8 +199,7 @@ def _tensor(key: str, entry: object, base: int, shard: str, findings: Findings) 
         findings.problem(
             "tensor-entry",
             key[:MAX_NAME],
-            f"{show(key)!r} in {show(shard)} has a name of {len(key)} characters and the entry "
-            f"{show(entry)}; "
+            f"{show(key)!r} in {show(shard)} has a name of {len(key)} characters and the entry {show(entry)}; "
             "expected dtype, shape and data_offsets",
         )
         return None

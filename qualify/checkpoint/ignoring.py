@@ -27,8 +27,7 @@ def check(declared: Declared, names: Names, stored: dict[str, dict[str, Tensor]]
             findings.problem(
                 "ignore-in-scope",
                 entry[:200],
-                f"the ignore list names {show(entry)}; below it {show(child)} is stored quantised, and "
-                "engines "
+                f"the ignore list names {show(entry)}; below it {show(child)} is stored quantised, and engines "
                 "disagree whether a parent counts",
             )
         elif not found.modules and found.parent:
@@ -49,8 +48,7 @@ def check(declared: Declared, names: Names, stored: dict[str, dict[str, Tensor]]
                 "ignore-normalised",
                 entry[:200],
                 f"the ignore entry {show(entry)} matches {len(found.modules)} modules (first "
-                f"{show(found.modules[0])}) only after its {found.how} is "
-                f"resolved{_counts(found.counts)}",
+                f"{show(found.modules[0])}) only after its {found.how} is resolved{_counts(found.counts)}",
             )
         elif len(set(found.counts.values()) - {0}) > 1 or found.how == "infix":
             ambiguous.append(found)

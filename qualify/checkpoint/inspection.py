@@ -112,8 +112,7 @@ def inspect(
 
     ``headers_only`` skips the values of scales; ``weights`` also looks for NaN codes in all FP8 weights.
     """
-    # Hundreds of thousands of small objects and no cycles: the collector would only walk them again and
-    # again.
+    # Hundreds of thousands of small objects and no cycles: the collector would only walk them, repeatedly.
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -174,8 +173,7 @@ def _inventory(result: Inspection) -> inventories.Inventory | None:
         findings.note(
             "no-inventory",
             "model_type",
-            f"model_type {show(config.get('model_type'))}: no inventory here, so nobody can say whether a "
-            "tensor is "
+            f"model_type {show(config.get('model_type'))}: no inventory here, so nobody can say whether a tensor is "
             "missing; index and format were checked",
         )
         return None
@@ -242,8 +240,7 @@ def _side_notes(result: Inspection) -> None:
             findings.note(
                 "router-provenance",
                 PROVENANCE,
-                f"config.json does not say {PROVENANCE}: how many GEMM partitions the training router used "
-                "is a "
+                f"config.json does not say {PROVENANCE}: how many GEMM partitions the training router used is a "
                 "numeric contract; the operator declares it, nobody derives it",
             )
     if result.checkpoint.config is not None:
@@ -252,8 +249,7 @@ def _side_notes(result: Inspection) -> None:
             findings.note(
                 "dtype-declared",
                 "dtype",
-                f"config.json declares dtype {show(declared)}; stored is BF16 and engines with dtype auto "
-                "would pick "
+                f"config.json declares dtype {show(declared)}; stored is BF16 and engines with dtype auto would pick "
                 "another: pass bfloat16 explicitly",
             )
     for name in result.checkpoint.directories:

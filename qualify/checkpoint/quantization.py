@@ -95,8 +95,7 @@ def _conflicts(candidates: list[tuple[str, dict]], findings: Findings) -> None:
             findings.problem(
                 "quantization-conflict",
                 label,
-                f"{first} and {where} disagree about {label}: {detail}; SGLang reads hf_quant_config.json "
-                "for "
+                f"{first} and {where} disagree about {label}: {detail}; SGLang reads hf_quant_config.json for "
                 "ModelOpt only where config.json is silent, TensorRT-LLM and vLLM read it first",
             )
 

@@ -263,8 +263,7 @@ def _pairs(values: dict[str, float], findings: Findings) -> None:
         findings.problem(
             "scale-pair",
             name,
-            f"{show(name)} is {gate:.6g} and {show(other.rpartition('.')[0].rpartition('.')[2])}'s is "
-            f"{up:.6g}, "
+            f"{show(name)} is {gate:.6g} and {show(other.rpartition('.')[0].rpartition('.')[2])}'s is {up:.6g}, "
             f"a factor of {ratio:.4f}: a fused kernel takes one of them for both",
         )
 
