@@ -139,6 +139,7 @@ def main() -> int:
             "date": time.strftime("%Y-%m-%d", time.gmtime()),
             "command": "python3 benchmarks/inspect_headers.py",
             "machine": f"{_cpu()}, one core, {platform.python_implementation()} {platform.python_version()}",
+            "load_average": round(os.getloadavg()[0], 1),
             "runs": args.runs,
             "rows": rows,
         }

@@ -64,6 +64,7 @@ def main() -> int:
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "command": "python3 benchmarks/verify_checkpoint.py",
         "machine": f"{platform.machine()}, {cpus} CPUs, Python {platform.python_version()}",
+        "load_average": round(os.getloadavg()[0], 1),
         "files": args.files,
         "bytes": size,
         "gb_per_second": {name: round(size / 1e9 / seconds, 3) for name, seconds in best.items()},
