@@ -233,7 +233,7 @@ def _side_notes(result: Inspection) -> None:
         )
     if "generation_config.json" not in present:
         findings.note("generation-config-missing", "generation_config.json", "there is no generation_config.json")
-    if config.get("model_type") == "k2_horizon" and config.get("num_experts"):
+    if config.get("model_type") == "k2_horizon" and config.get("mova_num_experts"):
         if PROVENANCE in config and config[PROVENANCE] not in (1, 2):
             findings.problem("config-value", PROVENANCE, f"{PROVENANCE} is {show(config[PROVENANCE])}; it is 1 or 2")
         if config.get(PROVENANCE) is None:
