@@ -17,9 +17,9 @@ from qualify.errors import CannotRun
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 ROLES = ("weights", "index", "config", "tokenizer", "template", "generation", "code", "other")
-_SHA256 = re.compile(r"^[0-9a-f]{64}$")
-_REVISION = re.compile(r"^[0-9a-f]{40}$")
-_EPOCH = re.compile(r"^\d{4}-\d{2}-\d{2}$")
+_SHA256 = re.compile(r"^[0-9a-f]{64}\Z")
+_REVISION = re.compile(r"^[0-9a-f]{40}\Z")
+_EPOCH = re.compile(r"^\d{4}-\d{2}-\d{2}\Z")
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from qualify.checkpoint.problems import show
 from qualify.errors import CannotRun, Rejected
 from qualify.verify import _progress, journal_path
 
-_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
-_HEX40 = re.compile(r"^[0-9a-f]{40}$")
+_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
+_HEX40 = re.compile(r"^[0-9a-f]{40}\Z")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Inspect, hash everything, write the proposal; 0 written, 1 rejected, 2 cannot run."""
-    result = inspection.inspect(args.directory, revision=args.revision)
+    result = inspection.inspect(args.directory)
     if result.verdict != "accepted":
         first = result.findings.problems[0]
         raise Rejected(
@@ -52,6 +52,9 @@ def run(args: argparse.Namespace) -> int:
         raise Rejected(f"no artifact serves {result.contents.format} checkpoints; there is nothing to pin it for")
     repository = args.repository or hub_repository(result.checkpoint.root)
     revision = args.revision or revision_of(result.checkpoint)
+    on_disk = revision_of(result.checkpoint)
+    if on_disk is not None and revision != on_disk:
+        raise Rejected(f"--revision {show(revision)} is not what is on disk: {on_disk}")
     if repository is not None and not _NAME.match(repository):
         raise Rejected(f"--repository {show(repository)} is not OWNER/NAME")
     if revision is not None and not _HEX40.match(revision):

@@ -26,7 +26,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tiktoken.model")
 #: model-00001-of-00042.safetensors -> the split it belongs to
 _SPLIT = re.compile(r"^(?P<stem>.*?)-?(?P<index>\d+)-of-(?P<count>\d+)\.safetensors$")
-_HEX40 = re.compile(r"^[0-9a-f]{40}$")
+_HEX40 = re.compile(r"^[0-9a-f]{40}\Z")
 _MAX_ENTRIES = 100_000
 
 
@@ -87,7 +87,7 @@ def _snapshot(root: Path, findings: Findings, revision: str | None) -> tuple[Pat
         findings.problem("revision", revision, f"revision {show(revision)} is not a commit of 40 lower-case hex digits")
     folder = root / "snapshots"
     if folder.is_dir() and not (root / CONFIG).exists():
-        names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+        names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.is_symlink())
         if revision is not None and revision in names:
             return folder / revision, revision
         if revision is None and len(names) == 1:
@@ -104,12 +104,8 @@ def _snapshot(root: Path, findings: Findings, revision: str | None) -> tuple[Pat
     if revision is not None and _HEX40.match(revision) and snapshot != revision:
         there = [root.name] if snapshot else []
         there = there or (sorted(e.name for e in folder.iterdir()) if folder.is_dir() else [])
-        if there:
-            findings.problem(
-                "revision",
-                revision,
-                f"there is no snapshots/{revision}; on disk: {', '.join(map(show, there[:4]))}",
-            )
+        told = f"on disk: {', '.join(map(show, there[:4]))}" if there else "the directory is no snapshot of a hub cache"
+        findings.problem("revision", revision, f"there is no snapshots/{revision}; {told}")
     return root, snapshot
 
 

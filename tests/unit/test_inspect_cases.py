@@ -820,6 +820,8 @@ def test_61_a_revision_is_40_hex_and_on_disk(tmp_path):
         result = inspect(place, revision="0123456789abcdef" * 2 + "01234567")
         assert "revision" in codes(result)
         assert "9b9b" in messages(result, "revision")
+    plain = bases.b0().write(tmp_path / "plain")
+    assert "no snapshot" in messages(inspect(plain, revision="9b" * 20), "revision")
     for bad in ("main", "9b9e", "9B" * 20):
         assert "revision" in codes(inspect(snapshot, revision=bad))
 

@@ -548,6 +548,16 @@ def test_pin_refuses(tmp_path, capsys, monkeypatch):
     assert status == 1 and "model.norm.weight" in error and not (tmp_path / "bad.toml").exists()
 
 
+def test_pin_refuses_another_revision_than_the_one_on_disk(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    root = tmp_path / "models--IFM--K2-Horizon-7B-FP8" / "snapshots" / ("cd" * 20)
+    bases.b0().write(root)
+    output = tmp_path / "out.toml"
+    status, _, error = command(capsys, "pin", root, "--revision", "ab" * 20, "--output", output)
+    assert status == 1 and "cd" * 20 in error and not output.exists()
+    assert command(capsys, "pin", root, "--revision", "cd" * 20, "--output", output)[0] == 0
+
+
 def test_pin_reads_repository_and_revision_off_a_hub_cache(tmp_path):
     root = tmp_path / "models--IFM--K2-Horizon-7B-FP8" / "snapshots" / ("cd" * 20)
     bases.b0().write(root)
