@@ -14,6 +14,13 @@ from qualify.errors import Parser, exit_code
 
 #: subcommand -> (module, one line of help)
 COMMANDS = {
+    "inspect": (
+        "qualify.inspect",
+        "what is in this checkpoint: format, scope, defects; seconds, no weights read",
+    ),
+    "preflight": ("qualify.preflight", "can this artifact serve this checkpoint on this topology"),
+    "pin": ("qualify.pin", "write a catalogue proposal for a checkpoint"),
+    "verify-checkpoint": ("qualify.verify", "full SHA-256 of a checkpoint against the catalogue"),
     "run": ("qualify.run", "run the qualification stages of one tier, in the image"),
     "synth": ("qualify.synth.command", "write a synthetic checkpoint in a published format"),
 }

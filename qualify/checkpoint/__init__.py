@@ -1,0 +1,4 @@
+"""What a checkpoint on disk is: headers, files, declared format, scales.
+
+Standard library only, no weights read.
+"""
