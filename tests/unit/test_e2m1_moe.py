@@ -37,11 +37,39 @@ CASES = {
 BOUND = 1e-3
 
 
+def make_case(case: dict, generator, device: str = "cpu"):
+    """(x, experts, topk_weights, topk_ids) of one case, drawn from the CPU ``generator``."""
+    import torch
+    from e2m1_k32.reference import random_experts
+
+    g = generator
+    tokens, experts, top_k = case["tokens"], case.get("experts", 6), case.get("top_k", 2)
+    hidden, inter = case.get("hidden", 256), case.get("intermediate", 128)
+    w = random_experts(experts, hidden, inter, device, g, case.get("zero_scales", 0.0))
+    x = torch.randn(tokens, hidden * 2, generator=g).bfloat16()
+    x = x[:, :hidden] if case.get("strided") else x[:, :hidden].contiguous()
+    if case.get("zero_x"):
+        x[1] = 0
+    ids = torch.rand(tokens, experts, generator=g).topk(top_k, -1).indices
+    ids = ids.to(getattr(torch, case.get("ids", "int32")))
+    if case.get("skew"):
+        ids[:, 0], ids[:, 1] = 0, 3
+        ids[0, 1] = 2
+    if case.get("masked") == "all":
+        ids[:] = -1
+    elif case.get("masked"):
+        ids[::2, 0], ids[1::3, 1], ids[4] = -1, experts + 3, -1
+    weights = torch.rand(tokens, top_k, generator=g)
+    if device != "cpu":
+        x = x.to(device) if not case.get("strided") else torch.cat((x, x), -1).to(device)[:, :hidden]
+    return x, w, weights.to(device), ids.to(device)
+
+
 def run_cases() -> dict:
     import torch
     from e2m1_k32 import fused_experts, moe
     from e2m1_k32.layout import FP8_ORDER, reorder
-    from e2m1_k32.reference import moe_reference, random_experts, relative_error
+    from e2m1_k32.reference import moe_reference, relative_error
     from e2m1_k32.tiles import MoeTiles, Tile
 
     def quantize_rows(t):
@@ -58,28 +86,10 @@ def run_cases() -> dict:
     torch.set_num_threads(1)
     results = {}
     for number, (name, case) in enumerate(CASES.items()):
-        g = torch.Generator().manual_seed(number)
-        tokens, experts, top_k = case["tokens"], case.get("experts", 6), case.get("top_k", 2)
-        hidden, inter = case.get("hidden", 256), case.get("intermediate", 128)
-        w = random_experts(experts, hidden, inter, "cpu", g, case.get("zero_scales", 0.0))
-        x = torch.randn(tokens, hidden * 2, generator=g).bfloat16()
-        x = x[:, :hidden] if case.get("strided") else x[:, :hidden].contiguous()
-        if case.get("zero_x"):
-            x[1] = 0
-        ids = torch.stack([torch.randperm(experts, generator=g)[:top_k] for _ in range(tokens)] or [torch.zeros(top_k)])
-        ids = ids[:tokens].to(getattr(torch, case.get("ids", "int32")))
-        if case.get("skew"):
-            ids[:, 0], ids[:, 1] = 0, 3
-            ids[0, 1] = 2
-        if case.get("masked") == "all":
-            ids[:] = -1
-        elif case.get("masked"):
-            ids[::2, 0], ids[1::3, 1], ids[4] = -1, experts + 3, -1
-        weights = torch.rand(tokens, top_k, generator=g)
+        x, w, weights, ids = make_case(case, torch.Generator().manual_seed(number))
         for fp8 in (False, True):
-            m = case.get("block", 16)
-            tiles = MoeTiles(m, Tile(64, 128, 4, 2), Tile(64, 128, 4, 2))
-            out = torch.full((tokens, hidden), float("nan"), dtype=torch.bfloat16)
+            tiles = MoeTiles(case.get("block", 16), Tile(64, 128, 4, 2), Tile(64, 128, 4, 2))
+            out = torch.full(x.shape, float("nan"), dtype=torch.bfloat16)
             fused_experts(x, w, weights, ids, fp8=fp8, out=out, tiles=tiles)
             ref = moe_reference(x, w, weights, ids, fp8=fp8, rounded=truncate_bf16)
             results[f"{name}-{'fp8' if fp8 else 'w4a16'}"] = {

@@ -85,7 +85,9 @@ lop3.b32 $1, b, 0x1C1C1C1C, a, 0xEA;
 def _code_value(code):
     """E2M1 code (int32 0..15) -> FP32, plain operations (the interpreter has no inline PTX)."""
     m = code & 7
-    x = tl.where(m < 4, m.to(tl.float32) * 0.5, tl.where(m < 6, m.to(tl.float32) - 2.0, m.to(tl.float32) * 2.0 - 8.0))
+    x = tl.where(
+        m < 4, m.to(tl.float32) * 0.5, tl.where(m < 6, m.to(tl.float32) - 2.0, m.to(tl.float32) * 2.0 - 8.0)
+    )
     return tl.where(code >= 8, -x, x)
 
 
@@ -98,7 +100,12 @@ def _dequant_bf16(q, s8, GROUPS: tl.constexpr, ROWS: tl.constexpr, USE_ASM: tl.c
         )
         s = s[:, :, None].broadcast_to(ROWS, GROUPS, 4).reshape(ROWS, 4 * GROUPS)
         n0, n1, n2, n3, n4, n5, n6, n7 = tl.inline_asm_elementwise(
-            _DEQUANT_BF16, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [q, s], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1
+            _DEQUANT_BF16,
+            "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
+            [q, s],
+            dtype=(tl.bfloat16,) * 8,
+            is_pure=True,
+            pack=1,
         )
     else:
         s = s8.to(tl.float8e4nv, bitcast=True).to(tl.float32) * 0.001953125
@@ -222,7 +229,11 @@ def _tile(
         acc = _fp8_loop(a_ptrs, tmask[None, :], w_ptrs, s_ptrs, K, BLOCK_M, BLOCK_N, BLOCK_K, USE_ASM)
         acc = acc * tl.load(a_scale_ptr + row_a, mask=tmask, other=0.0)[None, :]
     else:
-        w_ptrs = w_ptr.to(tl.pointer_type(tl.int32)) + offs_n[:, None] * (K // 8) + tl.arange(0, BLOCK_K // 8)[None, :]
+        w_ptrs = (
+            w_ptr.to(tl.pointer_type(tl.int32))
+            + offs_n[:, None] * (K // 8)
+            + tl.arange(0, BLOCK_K // 8)[None, :]
+        )
         s_ptrs = ws_ptr + offs_n[:, None] * (K // 32) + tl.arange(0, BLOCK_K // 32)[None, :]
         acc = _w4a16_loop(a_ptrs, tmask[None, :], w_ptrs, s_ptrs, K, BLOCK_M, BLOCK_N, BLOCK_K, USE_ASM)
     acc = acc * tl.load(wg_ptr + e)
@@ -238,7 +249,7 @@ def _tile(
     tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=tmask[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_valid"])
 def grouped_gemm_kernel(
     a_ptr, a_scale_ptr, w_ptr, ws_ptr, wg_ptr, c_ptr, topk_w_ptr,
     sorted_ids_ptr, expert_ids_ptr, num_post_pad_ptr,

@@ -57,11 +57,19 @@ def _check(x: torch.Tensor, experts: E2M1Experts, topk_weights: torch.Tensor, to
         raise ValueError(
             f"x is {x.dtype} {tuple(x.shape)}, expected torch.bfloat16 [tokens, {experts.hidden_size}] with unit column stride."
         )
-    if topk_ids.dtype not in (torch.int32, torch.int64) or topk_ids.dim() != 2 or not topk_ids.is_contiguous():
+    if (
+        topk_ids.dtype not in (torch.int32, torch.int64)
+        or topk_ids.dim() != 2
+        or not topk_ids.is_contiguous()
+    ):
         raise ValueError(
             f"topk_ids is {topk_ids.dtype} {tuple(topk_ids.shape)}, expected contiguous int32 or int64 [tokens, top_k]."
         )
-    if topk_ids.shape[0] != x.shape[0] or topk_weights.shape != topk_ids.shape or not topk_weights.is_contiguous():
+    if (
+        topk_ids.shape[0] != x.shape[0]
+        or topk_weights.shape != topk_ids.shape
+        or not topk_weights.is_contiguous()
+    ):
         raise ValueError(
             f"topk_weights {tuple(topk_weights.shape)} and topk_ids {tuple(topk_ids.shape)} must both be contiguous "
             f"[{x.shape[0]}, top_k]."

@@ -48,7 +48,7 @@ def _scatter(ids, valid, routes, sorted_ids_ptr, cursor_ptr):
     tl.store(sorted_ids_ptr + slot, routes, mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_routes", "capacity"])
 def prepare_small_kernel(
     topk_ids_ptr, num_routes, num_experts, sorted_ids_ptr, capacity, expert_ids_ptr, num_post_pad_ptr, cursor_ptr,
     x_ptr, xp_ptr, K, stride_x, num_cols,
@@ -59,7 +59,9 @@ def prepare_small_kernel(
     if pid == 0:
         fill = tl.arange(0, 1024)
         for i in range(0, capacity, 1024):
-            tl.store(sorted_ids_ptr + i + fill, tl.zeros((1024,), tl.int32) + num_routes, mask=i + fill < capacity)
+            tl.store(
+                sorted_ids_ptr + i + fill, tl.zeros((1024,), tl.int32) + num_routes, mask=i + fill < capacity
+            )
         routes = tl.arange(0, ROUTES)
         ids = tl.load(topk_ids_ptr + routes, mask=routes < num_routes, other=-1)
         valid = (ids >= 0) & (ids < num_experts)
@@ -74,7 +76,7 @@ def prepare_small_kernel(
         _permute_row(x_ptr, xp_ptr, row.to(tl.int64), (pid - 1) % num_cols, K, stride_x, BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_routes", "capacity"])
 def count_kernel(
     topk_ids_ptr, num_routes, num_experts, sorted_ids_ptr, capacity, counts_ptr,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
@@ -100,7 +102,7 @@ def offsets_kernel(
     _block_table(counts, experts, expert_ids_ptr, cursor_ptr, num_post_pad_ptr, num_experts, BLOCK_M)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_routes"])
 def scatter_kernel(topk_ids_ptr, num_routes, num_experts, sorted_ids_ptr, cursor_ptr, BLOCK: tl.constexpr):
     routes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ids = tl.load(topk_ids_ptr + routes, mask=routes < num_routes, other=-1)
@@ -179,10 +181,25 @@ def group_routes(
     counts = torch.zeros(experts, dtype=torch.int32, device=topk_ids.device)
     grid = (triton.cdiv(routes, 1024),)
     count_kernel[grid](
-        topk_ids, routes, num_experts, r.sorted_ids, r.capacity, counts, EXPERTS=experts, BLOCK=1024, num_warps=4
+        topk_ids,
+        routes,
+        num_experts,
+        r.sorted_ids,
+        r.capacity,
+        counts,
+        EXPERTS=experts,
+        BLOCK=1024,
+        num_warps=4,
     )
     offsets_kernel[(1,)](
-        counts, num_experts, r.expert_ids, r.num_post_pad, r.cursor, EXPERTS=experts, BLOCK_M=block_m, num_warps=4
+        counts,
+        num_experts,
+        r.expert_ids,
+        r.num_post_pad,
+        r.cursor,
+        EXPERTS=experts,
+        BLOCK_M=block_m,
+        num_warps=4,
     )
     scatter_kernel[grid](topk_ids, routes, num_experts, r.sorted_ids, r.cursor, BLOCK=1024, num_warps=4)
     return r, (permute_activations(x) if x is not None else None)
