@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import torch
@@ -33,12 +33,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "patches/sglang/files/sglang/srt/layers/moe"))
 
 from e2m1_k32 import E2M1Experts, dequantize, fused_experts  # noqa: E402
+from e2m1_k32.decode import decode_gemm_kernel  # noqa: E402
 from e2m1_k32.gemm import grouped_gemm_kernel  # noqa: E402
 from e2m1_k32.moe import _gemm  # noqa: E402
 from e2m1_k32.quantize import quantize_rows  # noqa: E402
 from e2m1_k32.reference import random_experts, relative_error  # noqa: E402
-from e2m1_k32.routing import group_routes, sum_routes  # noqa: E402
-from e2m1_k32.tiles import Tile, pick_tiles  # noqa: E402
+from e2m1_k32.routing import group_routes, permute_activations, sum_routes  # noqa: E402
+from e2m1_k32.tiles import DecodeTile, Tile, pick_tiles  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -265,10 +266,17 @@ def interleaved_medians(graphs: dict[str, list], samples: int) -> dict[str, floa
 
 def copy_bandwidth() -> float:
     """GB/s of a large device-to-device copy, bytes read plus bytes written."""
-    src = torch.empty(1 << 32, dtype=torch.uint8, device="cuda").random_()
+    src = torch.randint(0, 256, (1 << 32,), dtype=torch.uint8, device="cuda")
     dst = torch.empty_like(src)
-    graphs = {"copy": capture(lambda: dst.copy_(src), [()])}
-    return 2 * src.nbytes / interleaved_medians(graphs, 20)["copy"] / 1e6
+    times = []
+    for _ in range(20):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        dst.copy_(src)
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop))
+    return 2 * src.nbytes / statistics.median(times) / 1e6
 
 
 def layer_bytes(shape: Shape, inputs: list) -> float:
@@ -341,7 +349,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> dict:
             row["copy_share"] = round(share, 3)
             result["rows"].append(row)
             tiles = {
-                p: pick_tiles(tokens * shape.top_k, shape.experts, p == "fp8").as_dict()
+                p: pick_tiles(tokens * shape.top_k, shape.experts, p == "fp8", p != "fp8").as_dict()
                 for p in ("w4a16", "fp8")
             }
             result["tiles"].append({"shape": name, "tokens": tokens, **tiles})
@@ -362,48 +370,58 @@ def _t(n, k, warps, stages, *regs):
 
 
 W4A16_GRID = {
-    16: _t(64, 128, 4, 4) + _t(64, 128, 4, 6) + _t(64, 256, 4, 3) + _t(64, 256, 4, 4) + _t(128, 128, 4, 3)
-    + _t(128, 128, 4, 4) + _t(128, 128, 4, 5) + _t(128, 128, 8, 4) + _t(128, 256, 8, 3) + _t(128, 256, 4, 3),
-    32: _t(64, 128, 4, 4) + _t(64, 256, 4, 3) + _t(128, 128, 4, 3) + _t(128, 128, 4, 4) + _t(128, 128, 8, 4) + _t(128, 256, 8, 3),
-    64: _t(64, 128, 4, 4) + _t(64, 256, 4, 3) + _t(128, 128, 4, 3, 0, 168) + _t(128, 128, 4, 4, 168) + _t(128, 128, 8, 3, 0, 128)
-    + _t(128, 128, 8, 4, 0, 128),
-    128: _t(128, 128, 8, 2, 128) + _t(128, 128, 8, 3, 0, 128) + _t(128, 128, 8, 4) + _t(64, 128, 4, 3, 0, 168) + _t(256, 128, 8, 3)
-    + _t(128, 256, 8, 3) + _t(256, 128, 8, 4),
-    256: _t(128, 128, 8, 3) + _t(64, 128, 4, 3) + _t(64, 128, 8, 3, 0, 128),
+    8: [
+        DecodeTile(*t)
+        for t in ((32, 1), (32, 2), (64, 1), (64, 2), (64, 4), (128, 4), (128, 8), (64, 4, ".cg"), (128, 4, ".cg"))
+    ],
+    16: [DecodeTile(*t) for t in ((64, 2), (64, 4), (128, 4), (128, 8))]
+    + _t(64, 256, 4, 3, 0, 96) + _t(128, 128, 4, 3) + _t(128, 128, 4, 4) + _t(128, 256, 8, 3),
+    32: [DecodeTile(*t) for t in ((64, 4), (128, 8))]
+    + _t(64, 256, 4, 3, 0, 96) + _t(128, 128, 4, 3, 0, 128) + _t(128, 256, 8, 2),
+    64: _t(64, 256, 4, 3) + _t(128, 128, 4, 2) + _t(128, 128, 4, 3, 0, 168) + _t(128, 256, 8, 2) + _t(128, 256, 8, 3),
+    128: _t(128, 128, 8, 3, 128) + _t(256, 128, 8, 3) + _t(256, 128, 8, 4) + _t(256, 128, 16, 3) + _t(128, 256, 8, 2, 0, 128)
+    + _t(128, 128, 4, 3),
+    256: _t(128, 128, 8, 2) + _t(128, 128, 8, 3) + _t(128, 128, 8, 4) + _t(128, 128, 16, 3) + _t(256, 128, 16, 3),
 }  # fmt: skip
 FP8_GRID = {
-    16: _t(64, 128, 4, 4) + _t(64, 128, 4, 6) + _t(128, 128, 4, 4) + _t(128, 128, 8, 4),
-    32: _t(64, 128, 4, 3) + _t(64, 128, 4, 4) + _t(128, 128, 8, 4),
-    64: _t(64, 128, 4, 3, 0, 128) + _t(64, 128, 4, 4, 0, 128) + _t(128, 128, 8, 3, 0, 128),
-    128: _t(64, 128, 4, 3, 0, 168) + _t(64, 128, 4, 4, 168) + _t(128, 128, 8, 3) + _t(128, 128, 8, 4) + _t(64, 128, 8, 3, 128),
+    16: _t(64, 128, 4, 4) + _t(128, 128, 4, 3) + _t(128, 128, 4, 4),
+    32: _t(64, 128, 4, 3) + _t(64, 128, 4, 4) + _t(128, 128, 4, 3) + _t(128, 128, 8, 4),
+    64: _t(64, 128, 4, 2, 128) + _t(64, 128, 4, 3, 104, 128) + _t(64, 128, 4, 4, 128),
+    128: _t(64, 128, 4, 2, 168) + _t(64, 128, 4, 3, 0, 160, 168, 200) + _t(64, 128, 4, 4) + _t(128, 128, 8, 3),
 }  # fmt: skip
 BLOCKS = {
-    1: (16,),
-    16: (16,),
-    64: (16, 32),
-    256: (16, 32),
-    1024: (32, 64),
-    2048: (64, 128),
-    4096: (64, 128),
-    8192: (128, 256),
-}
+    1: (8, 16), 16: (8, 16), 64: (8, 16), 128: (8, 16), 256: (8, 16, 32), 512: (16, 32), 1024: (32, 64),
+    2048: (64, 128), 4096: (64, 128), 8192: (128, 256),
+}  # fmt: skip
 
 
 def _compile_one(job) -> str | None:
     """Compile one tile in a worker process, so that the parent finds it in Triton's cache."""
     shape, fp8, gated, m, tile = job
     n, k = (2 * shape.intermediate, shape.hidden) if gated else (shape.hidden, shape.intermediate)
-    options = {"num_warps": tile.warps, "num_stages": tile.stages} | (
-        {"maxnreg": tile.regs} if tile.regs else {}
-    )
-    act = torch.float8_e4m3fn if fp8 else torch.bfloat16
+    bf16, f32, u8, i32 = torch.bfloat16, torch.float32, torch.uint8, torch.int32
+    common = {
+        "N": n,
+        "K": k,
+        "TOP_K": shape.top_k if gated else 1,
+        "GATED": gated,
+        "BLOCK_M": m,
+        "BLOCK_N": tile.n,
+    }
+    common |= {"num_warps": tile.warps, "grid": (1,)}
+    strides = (8, k, n // 2 if gated else n)
     try:
-        grouped_gemm_kernel.warmup(
-            act, torch.float32, torch.uint8, torch.uint8, torch.float32, torch.bfloat16, torch.float32,
-            torch.int32, torch.int32, torch.int32, 8, k, n // 2 if gated else n,
-            N=n, K=k, TOP_K=shape.top_k if gated else 1, FP8=fp8, GATED=gated, PERMUTED=gated and not fp8,
-            BLOCK_M=m, BLOCK_N=tile.n, BLOCK_K=tile.k, USE_ASM=True, grid=(1,), **options,
-        )  # fmt: skip
+        if isinstance(tile, DecodeTile):
+            decode_gemm_kernel.warmup(
+                bf16, u8, u8, f32, bf16, f32, i32, i32, i32, *strides, CACHE=tile.cache, **common
+            )
+        else:
+            common |= {"num_stages": tile.stages} | ({"maxnreg": tile.regs} if tile.regs else {})
+            act = torch.float8_e4m3fn if fp8 else bf16
+            grouped_gemm_kernel.warmup(
+                act, f32, u8, u8, f32, bf16, f32, i32, i32, i32, *strides,
+                FP8=fp8, PERMUTED=gated and not fp8, BLOCK_K=tile.k, USE_ASM=True, **common,
+            )  # fmt: skip
     except Exception as error:
         return f"{job}: {type(error).__name__}: {str(error)[:200]}"
     return None
@@ -415,11 +433,12 @@ def tune(args: argparse.Namespace, argv: list[str]) -> dict:
     for name in args.shapes:
         shape = SHAPES[name]
         sizes = {t: BLOCKS[t] for t in (args.tokens or BLOCKS)}
+        grids = [(p, g) for p, g in (("w4a16", W4A16_GRID), ("fp8", FP8_GRID)) if p in args.paths]
         jobs = {
-            (shape, fp8, gated, m, tile)
+            (shape, path == "fp8", gated, m, tile)
             for blocks in sizes.values()
             for m in blocks
-            for fp8, grid in ((False, W4A16_GRID), (True, FP8_GRID))
+            for path, grid in grids
             for tile in grid.get(m, ())
             for gated in (True, False)
         }
@@ -428,34 +447,44 @@ def tune(args: argparse.Namespace, argv: list[str]) -> dict:
         g = torch.Generator("cuda").manual_seed(1)
         w = random_experts(shape.experts, shape.hidden, shape.intermediate, "cuda", g)
         for tokens, blocks in sizes.items():
-            x, weights, ids = make_inputs(shape, tokens, 1)[0]
-            routes = ids.numel()
+            inputs = make_inputs(shape, tokens, 6 if tokens <= 64 else 1)
+            routes = tokens * shape.top_k
             h = torch.randn(routes, shape.intermediate, device="cuda").bfloat16()
             y = torch.empty(routes, shape.hidden, device="cuda", dtype=torch.bfloat16)
             for m in blocks:
-                r, xp = group_routes(ids, shape.experts, m, x)
-                for fp8, grid in ((False, W4A16_GRID), (True, FP8_GRID)):
-                    a, b = (quantize_rows(x), quantize_rows(h)) if fp8 else ((xp, None), (h, None))
-                    for tile in grid.get(m, ()):
-                        row = {"shape": name, "tokens": tokens, "path": "fp8" if fp8 else "w4a16", "m": m}
-                        row |= {"tile": [tile.n, tile.k, tile.warps, tile.stages, tile.regs]}
-                        up = functools.partial(
-                            _gemm, *a, w.w13, w.w13_scale, w.w13_global, torch.empty_like(h), weights, r, routes,
-                            shape.top_k, True, tile,
-                        )  # fmt: skip
-                        down = functools.partial(
-                            _gemm, *b, w.w2, w.w2_scale, w.w2_global, y, weights, r, routes, 1, False, tile
+                for path, grid in grids:
+                    fp8 = path == "fp8"
+                    routed = []
+                    for x, weights, ids in inputs:
+                        r, _ = group_routes(ids, shape.experts, m)
+                        orders = (permute_activations(x), permute_activations(x, decode=True))
+                        routed.append(
+                            ((quantize_rows(x),) if fp8 else [(o, None) for o in orders], weights, r)
                         )
+                    b = quantize_rows(h) if fp8 else (h, None)
+                    for tile in grid.get(m, ()):
+
+                        def up(orders, weights, r, tile=tile):
+                            out = torch.empty_like(h)
+                            a = orders[isinstance(tile, DecodeTile)]
+                            _gemm(
+                                *a, w.w13, w.w13_scale, w.w13_global, out, weights, r, routes,
+                                shape.top_k, True, tile,
+                            )  # fmt: skip
+
+                        def down(_orders, weights, r, tile=tile, b=b):
+                            _gemm(*b, w.w2, w.w2_scale, w.w2_global, y, weights, r, routes, 1, False, tile)
+
+                        row = {"shape": name, "tokens": tokens, "path": path, "m": m}
+                        row |= {"tile": list(astuple(tile))}
                         for key, call in (("up_ms", up), ("down_ms", down)):
                             try:
-                                graphs = {"g": capture(call, [()])}
-                                row[key] = round(
-                                    interleaved_medians(graphs, 12 if tokens > 512 else 20)["g"], 5
-                                )
+                                graphs = {"g": capture(call, routed)}
+                                samples = 12 if tokens > 512 else 24
+                                row[key] = round(interleaved_medians(graphs, samples)["g"], 5)
                             except Exception as error:
-                                result["failed"].append(
-                                    f"{row} {key}: {type(error).__name__}: {str(error)[:200]}"
-                                )
+                                message = f"{row} {key}: {type(error).__name__}: {str(error)[:200]}"
+                                result["failed"].append(message)
                         result["rows"].append(row)
             for path in ("w4a16", "fp8"):
                 for key in ("up_ms", "down_ms"):
@@ -531,6 +560,7 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--tokens", nargs="+", type=int, help="only these batches")
     parser.add_argument("--samples", type=int, default=90)
+    parser.add_argument("--paths", nargs="+", default=["w4a16", "fp8"], help="only these paths (tune)")
     parser.add_argument("--jobs", type=int, default=14, help="compiling processes (tune)")
     parser.add_argument("--no-humming", dest="humming", action="store_false")
     args = parser.parse_args()

@@ -16,10 +16,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "patches/sglang/files/sglang/srt/layers/moe"))
 
 from e2m1_k32 import fused_experts  # noqa: E402
-from e2m1_k32.layout import FP8_ORDER, W4A16_ORDER, reorder  # noqa: E402
+from e2m1_k32.layout import DECODE_ORDER, FP8_ORDER, W4A16_ORDER, reorder  # noqa: E402
 from e2m1_k32.quantize import quantize_rows  # noqa: E402
 from e2m1_k32.reference import emulate_fp8, moe_reference, random_experts, relative_error  # noqa: E402
 from e2m1_k32.routing import permute_activations  # noqa: E402
+from e2m1_k32.tiles import DecodeTile, MoeTiles  # noqa: E402
 
 _spec = importlib.util.spec_from_file_location("e2m1_cases", ROOT / "tests/unit/test_e2m1_moe.py")
 cases = importlib.util.module_from_spec(_spec)
@@ -65,6 +66,26 @@ def test_matches_float64(name, path, generator):
     error = relative_error(out, ref)
     print(f"{name} {path}: relative error {error:.3e}")
     assert error <= BOUNDS[path]
+
+
+@pytest.mark.parametrize(
+    "tile", [(8, 64, 4), (8, 128, 4), (8, 32, 1), (16, 64, 4), (16, 128, 8), (32, 64, 4)], ids=str
+)
+@pytest.mark.parametrize(
+    "name",
+    ["one_token", "int64_ids", "masked_routes", "all_masked", "uneven_routing", "narrow_tail", "zero_scales"],
+)
+def test_decode_kernel(name, tile, generator):
+    case = cases.CASES[name] | {"hidden": 512, "intermediate": 256}
+    x, w, weights, ids = cases.make_case(case, generator, "cuda")
+    m, n, warps = tile
+    out = torch.full(x.shape, float("nan"), dtype=torch.bfloat16, device="cuda")
+    tiles = MoeTiles(m, DecodeTile(n, warps), DecodeTile(n, warps))
+    fused_experts(x, w, weights, ids, out=out, tiles=tiles)
+    assert out.isfinite().all()
+    error = relative_error(out, moe_reference(x, w, weights, ids))
+    print(f"{name} {tile}: relative error {error:.3e}")
+    assert error <= BOUNDS["w4a16"]
 
 
 @pytest.mark.parametrize("path", ["w4a16", "fp8"])
@@ -125,3 +146,4 @@ def test_row_quantiser_equals_pytorch(generator):
 def test_permuted_activations_are_the_documented_order(generator):
     x = torch.randn(5, 2560, generator=generator).bfloat16().cuda()
     assert torch.equal(permute_activations(x), reorder(x, W4A16_ORDER))
+    assert torch.equal(permute_activations(x, decode=True), reorder(x, DECODE_ORDER))

@@ -23,7 +23,7 @@ import triton.language as tl
 # (n0,n4) (n1,n5) (n2,n6) (n3,n7).  An E2M1 code s|ee|m at s|000000ee|m000000 reads as BF16 value * 2^-126,
 # the subnormal 0.5 included.  x * 0x1040 == x << 12 | x << 6 for a 4-bit field: one multiply on the FMA
 # pipe places sign and magnitude at once, because shifts and LOP3 share the narrower ALU pipe.
-_DEQUANT_BF16 = tl.constexpr("""
+DEQUANT_BF16 = tl.constexpr("""
 {
 .reg .b32 a, b, c, d, h;
 shr.u32 h, $8, 8;
@@ -53,12 +53,12 @@ mov.b32 {$3, $7}, d;
 # E4M3 byte (sign 0) -> scale * 2^117 as BF16x2.  byte << 4 read as BF16 is scale * 2^-120, subnormals
 # included; two exact power-of-two multiplies lift it, so that weight * scale lands at value * 2^-9, clear
 # of BF16's subnormals.
-_SCALE_BF16 = tl.constexpr("""
+SCALE_BF16 = tl.constexpr("""
 {
 .reg .b32 a, k, l;
 mul.lo.u32 a, $1, 0x00100010;
 mov.b32 k, 0x7F007F00;
-mov.b32 l, 0x76007600;
+mov.b32 l, 0x76807680;
 mul.rn.bf16x2 a, a, k;
 mul.rn.bf16x2 $0, a, l;
 }
@@ -96,11 +96,11 @@ def _dequant_bf16(q, s8, GROUPS: tl.constexpr, ROWS: tl.constexpr, USE_ASM: tl.c
     """int32 words [ROWS, 4 * GROUPS], E4M3 bytes [ROWS, GROUPS] -> BF16 codes n0..n7 of each word, value * 2^-9."""
     if USE_ASM:
         s = tl.inline_asm_elementwise(
-            _SCALE_BF16, "=r,r", [s8.to(tl.int32)], dtype=tl.int32, is_pure=True, pack=1
+            SCALE_BF16, "=r,r", [s8.to(tl.int32)], dtype=tl.int32, is_pure=True, pack=1
         )
         s = s[:, :, None].broadcast_to(ROWS, GROUPS, 4).reshape(ROWS, 4 * GROUPS)
         n0, n1, n2, n3, n4, n5, n6, n7 = tl.inline_asm_elementwise(
-            _DEQUANT_BF16,
+            DEQUANT_BF16,
             "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
             [q, s],
             dtype=(tl.bfloat16,) * 8,
@@ -269,9 +269,9 @@ def grouped_gemm_kernel(
     e = tl.load(expert_ids_ptr + pid_m).to(tl.int64)
     if e < 0:
         return
-    M2: tl.constexpr = BLOCK_M // 2 if BLOCK_M >= 32 else 16
+    M2: tl.constexpr = BLOCK_M // 2 if BLOCK_M >= 32 else BLOCK_M
     M4: tl.constexpr = BLOCK_M // 4 if BLOCK_M >= 64 else M2
-    if BLOCK_M == 16:
+    if BLOCK_M <= 16:
         _tile(a_ptr, a_scale_ptr, w_ptr, ws_ptr, wg_ptr, c_ptr, topk_w_ptr, sorted_ids_ptr,
               e, first, pid_n, num_valid, stride_am, stride_cm,
               N, K, TOP_K, FP8, GATED, PERMUTED, BLOCK_M, BLOCK_N, BLOCK_K, USE_ASM)  # fmt: skip

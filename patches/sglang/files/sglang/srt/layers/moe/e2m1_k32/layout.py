@@ -29,6 +29,7 @@ def w4a16_element(position: int) -> int:
 
 
 W4A16_ORDER = tuple(w4a16_element(p) for p in range(128))
+DECODE_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 FP8_ORDER = tuple(range(0, 32, 2)) + tuple(range(1, 32, 2))
 
 

@@ -15,12 +15,13 @@ import os
 import torch
 
 from .gemm import grouped_gemm_kernel
-from .layout import E2M1Experts
+from .layout import K_ALIGN, E2M1Experts
 from .quantize import quantize_rows
 from .routing import Routing, group_routes, sum_routes
-from .tiles import MoeTiles, Tile, pick_tiles
+from .tiles import DecodeTile, MoeTiles, Tile, pick_tiles
 
-# Triton's interpreter (CPU tests) cannot run inline PTX.
+# K step of the decode kernel, imported late: Triton's interpreter has no Gluon (and no inline PTX).
+DECODE_K = 256
 USE_ASM = os.environ.get("TRITON_INTERPRET", "0") != "1"
 
 
@@ -36,10 +37,22 @@ def _gemm(
     num_routes: int,
     top_k: int,
     gated: bool,
-    tile: Tile,
+    tile: Tile | DecodeTile,
 ) -> None:
     fp8 = a_scale is not None
     n, k = weight.shape[1], weight.shape[2] * 2
+    if isinstance(tile, DecodeTile):
+        from .decode import decode_gemm_kernel
+
+        decode_gemm_kernel[(routing.num_blocks * (n // tile.n),)](
+            a, weight, scale.view(torch.uint8), global_scale, out, topk_weights,
+            routing.sorted_ids, routing.expert_ids, routing.num_post_pad,
+            num_routes, a.stride(0), out.stride(0),
+            N=n, K=k, TOP_K=top_k, GATED=gated, BLOCK_M=routing.block_m, BLOCK_N=tile.n, CACHE=tile.cache,
+            num_warps=tile.warps,
+        )  # fmt: skip
+        return
+    block_k = tile.k if k % tile.k == 0 else K_ALIGN
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     if tile.regs:
         options["maxnreg"] = tile.regs
@@ -48,7 +61,7 @@ def _gemm(
         routing.sorted_ids, routing.expert_ids, routing.num_post_pad,
         num_routes, a.stride(0), out.stride(0),
         N=n, K=k, TOP_K=top_k, FP8=fp8, GATED=gated, PERMUTED=gated and not fp8,
-        BLOCK_M=routing.block_m, BLOCK_N=tile.n, BLOCK_K=tile.k, USE_ASM=USE_ASM, **options,
+        BLOCK_M=routing.block_m, BLOCK_N=tile.n, BLOCK_K=block_k, USE_ASM=USE_ASM, **options,
     )  # fmt: skip
 
 
@@ -104,8 +117,10 @@ def fused_experts(
     routes = tokens * top_k
     if routes == 0:
         return out.zero_()
-    tiles = tiles or pick_tiles(routes, experts.num_experts, fp8)
-    routing, xp = group_routes(topk_ids, experts.num_experts, tiles.m, None if fp8 else x)
+    if tiles is None:
+        decode = USE_ASM and not (experts.hidden_size % DECODE_K or experts.intermediate_size % DECODE_K)
+        tiles = pick_tiles(routes, experts.num_experts, fp8, decode)
+    routing, xp = group_routes(topk_ids, experts.num_experts, tiles.m, None if fp8 else x, tiles.decode)
     h = torch.empty((routes, experts.intermediate_size), dtype=torch.bfloat16, device=x.device)
     y = torch.empty((routes, experts.hidden_size), dtype=torch.bfloat16, device=x.device)
     a, a_scale = quantize_rows(x) if fp8 else (xp, None)

@@ -16,17 +16,21 @@ SMALL_ROUTES = 1024
 
 
 @triton.jit
-def _permute_row(x_ptr, out_ptr, row, col, K, stride_x, BLOCK: tl.constexpr):
+def _permute_row(x_ptr, out_ptr, row, col, K, stride_x, BLOCK: tl.constexpr, DECODE: tl.constexpr):
     offs = col * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * stride_x + offs, mask=offs < K, other=0.0)
-    # element bits, high to low: t (2), w (2), half, pair (2)  ->  position bits: w (2), pair (2), t (2), half
-    x = x.reshape(BLOCK // 128, 4, 4, 2, 4).permute(0, 2, 4, 1, 3).reshape(BLOCK)
+    if DECODE:
+        # element bits, high to low: half, pair (2)  ->  position bits: pair (2), half
+        x = x.reshape(BLOCK // 8, 2, 4).permute(0, 2, 1).reshape(BLOCK)
+    else:
+        # element bits, high to low: t (2), w (2), half, pair (2)  ->  position bits: w (2), pair (2), t (2), half
+        x = x.reshape(BLOCK // 128, 4, 4, 2, 4).permute(0, 2, 4, 1, 3).reshape(BLOCK)
     tl.store(out_ptr + row * K + offs, x, mask=offs < K)
 
 
 @triton.jit
-def permute_kernel(x_ptr, out_ptr, K, stride_x, BLOCK: tl.constexpr):
-    _permute_row(x_ptr, out_ptr, tl.program_id(0).to(tl.int64), tl.program_id(1), K, stride_x, BLOCK)
+def permute_kernel(x_ptr, out_ptr, K, stride_x, BLOCK: tl.constexpr, DECODE: tl.constexpr):
+    _permute_row(x_ptr, out_ptr, tl.program_id(0).to(tl.int64), tl.program_id(1), K, stride_x, BLOCK, DECODE)
 
 
 @triton.jit
@@ -52,7 +56,7 @@ def _scatter(ids, valid, routes, sorted_ids_ptr, cursor_ptr):
 def prepare_small_kernel(
     topk_ids_ptr, num_routes, num_experts, sorted_ids_ptr, capacity, expert_ids_ptr, num_post_pad_ptr, cursor_ptr,
     x_ptr, xp_ptr, K, stride_x, num_cols,
-    ROUTES: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, PERMUTE: tl.constexpr,
+    ROUTES: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, PERMUTE: tl.constexpr, DECODE: tl.constexpr,
 ):  # fmt: skip
     """Program 0 groups the routes (one thread block is enough for decode), the others reorder x: one launch."""
     pid = tl.program_id(0)
@@ -73,7 +77,7 @@ def prepare_small_kernel(
         _scatter(ids, valid, routes, sorted_ids_ptr, cursor_ptr)
     elif PERMUTE:
         row = (pid - 1) // num_cols
-        _permute_row(x_ptr, xp_ptr, row.to(tl.int64), (pid - 1) % num_cols, K, stride_x, BLOCK)
+        _permute_row(x_ptr, xp_ptr, row.to(tl.int64), (pid - 1) % num_cols, K, stride_x, BLOCK, DECODE)
 
 
 @triton.jit(do_not_specialize=["num_routes", "capacity"])
@@ -142,22 +146,28 @@ class Routing:
         self.num_post_pad = scratch[size - 1 :]
 
 
-def permute_activations(x: torch.Tensor) -> torch.Tensor:
-    """BF16 ``x`` [T, K] in ``W4A16_ORDER`` (what the W4A16 GEMM reads)."""
+def permute_activations(x: torch.Tensor, decode: bool = False) -> torch.Tensor:
+    """BF16 ``x`` [T, K] in ``W4A16_ORDER``, or for the decode kernel in ``DECODE_ORDER``."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
         k = x.shape[1]
         block = min(1024, triton.next_power_of_2(k))
-        permute_kernel[(x.shape[0], triton.cdiv(k, block))](x, out, k, x.stride(0), BLOCK=block, num_warps=4)
+        permute_kernel[(x.shape[0], triton.cdiv(k, block))](
+            x, out, k, x.stride(0), BLOCK=block, DECODE=decode, num_warps=4
+        )
     return out
 
 
 def group_routes(
-    topk_ids: torch.Tensor, num_experts: int, block_m: int, x: torch.Tensor | None = None
+    topk_ids: torch.Tensor,
+    num_experts: int,
+    block_m: int,
+    x: torch.Tensor | None = None,
+    decode: bool = False,
 ) -> tuple[Routing, torch.Tensor | None]:
     """Group the routes of ``topk_ids`` (int32 or int64 [T, top_k]) into blocks of ``block_m`` rows of one expert.
 
-    With ``x`` (BF16 [T, K]) also returns it in ``W4A16_ORDER``; small batches do both in one launch.
+    With ``x`` (BF16 [T, K]) also returns it permuted (``permute_activations``); small batches do both in one launch.
     """
     routes = topk_ids.numel()
     r = Routing(routes, num_experts, block_m, topk_ids.device)
@@ -175,7 +185,7 @@ def group_routes(
             topk_ids, routes, num_experts, r.sorted_ids, r.capacity, r.expert_ids, r.num_post_pad, r.cursor,
             src, xp, k, stride, cols,
             ROUTES=max(32, triton.next_power_of_2(routes)), EXPERTS=experts, BLOCK_M=block_m, BLOCK=block,
-            PERMUTE=x is not None, num_warps=4,
+            PERMUTE=x is not None, DECODE=decode, num_warps=4,
         )  # fmt: skip
         return r, (xp if x is not None else None)
     counts = torch.zeros(experts, dtype=torch.int32, device=topk_ids.device)
@@ -202,7 +212,7 @@ def group_routes(
         num_warps=4,
     )
     scatter_kernel[grid](topk_ids, routes, num_experts, r.sorted_ids, r.cursor, BLOCK=1024, num_warps=4)
-    return r, (permute_activations(x) if x is not None else None)
+    return r, (permute_activations(x, decode) if x is not None else None)
 
 
 def sum_routes(y: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, out: torch.Tensor) -> None:
