@@ -11,7 +11,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from qualify.errors import CannotRun, Rejected
+from qualify.errors import Rejected, exit_code
 
 #: subcommand -> (module, one line of help)
 COMMANDS = {
@@ -40,12 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name == wanted:
             modules[name] = importlib.import_module(module)
             modules[name].add_arguments(subparser)
-    try:
+
+    def run() -> int:
         args = parser.parse_args(argv)
         return modules[args.command].run(args)
-    except Rejected as error:
-        print(f"rejected: {error}", file=sys.stderr)
-        return 1
-    except CannotRun as error:
-        print(f"cannot run: {error}", file=sys.stderr)
-        return 2
+
+    return exit_code(run)

@@ -1,0 +1,170 @@
+#!/usr/bin/env python3
+"""Build, check and tag the image of one artifact.
+
+    build.py ARTIFACT --cache DIR
+
+Base, wheels and staged context first (all hash-checked), then `docker build` without network, then the CPU tier of
+the qualification inside a locked-down container; only an image that passed gets the tag :candidate.
+BASE_IMAGE=name@sha256:... replaces the Debian base; STRICT=1 refuses a base that differs from base.lock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from images import base, wheels
+from images.docker import Docker, find, last_line
+from images.stage import artifacts, stage
+from qualify.errors import CannotRun, Rejected, exit_code
+
+REPOSITORY = "horizon-images"
+LABELS = "org.opencontainers.image"
+OWN_LABELS = "io.horizon-images"
+
+#: How a container of the image runs while it is checked: the same locks as in production, no network at all.
+LOCKED_DOWN = [
+    "--rm", "--network=none", "--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges",
+    "--tmpfs=/tmp:exec,mode=1777", "--tmpfs=/var/cache/horizon:exec,mode=777",
+]  # fmt: skip
+
+
+@contextlib.contextmanager
+def exclusive(cache: Path) -> Iterator[None]:
+    """One build at a time in one cache: the stage and partial downloads are shared."""
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another build that uses {cache}", file=sys.stderr, flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        # What a killed build left behind; nobody else holds the lock.
+        for leavings in [*cache.glob("*/new.*"), *cache.glob("reproduce.*")]:
+            shutil.rmtree(leavings, ignore_errors=True)
+        yield
+
+
+def labels(identity: dict) -> dict[str, str]:
+    """OCI and own labels, all of them functions of the staged inputs."""
+    engine, ground = identity["engine"], identity["base"]
+    created = datetime.fromtimestamp(identity["source_date_epoch"], UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {
+        f"{LABELS}.title": f"{REPOSITORY}/{identity['artifact']}",
+        f"{LABELS}.description": f"SGLang {engine['version']}, patched to serve {identity['artifact']} checkpoints",
+        f"{LABELS}.version": f"{engine['version']}-{identity['source_sha256'][:12]}",
+        f"{LABELS}.revision": identity["source_sha256"],
+        f"{LABELS}.created": created,
+        f"{LABELS}.licenses": "Apache-2.0",
+        f"{LABELS}.base.name": ground.get("image", "debian bookworm by mmdebstrap").split("@")[0],
+        f"{LABELS}.base.digest": ground["image"].split("@")[1]
+        if "image" in ground
+        else f"sha256:{ground['rootfs_sha256']}",
+        f"{OWN_LABELS}.artifact": identity["artifact"],
+        f"{OWN_LABELS}.engine.wheel": f"sha256:{engine['wheel_sha256']}",
+        f"{OWN_LABELS}.series": f"sha256:{identity['series_sha256']}",
+        f"{OWN_LABELS}.base.drift": "; ".join(ground.get("drift", [])) or "none",
+    }
+
+
+def base_image() -> str | None:
+    reference = os.environ.get("BASE_IMAGE")
+    if reference and not re.fullmatch(r"[^@\s]+@sha256:[0-9a-f]{64}", reference):
+        raise Rejected(f"BASE_IMAGE={reference}: give it by digest, name@sha256:<64 hex digits>")
+    return reference
+
+
+def docker_build(docker: Docker, context: Path, identity: dict, *options: str) -> str:
+    """Build the staged context and return the image ID. Raises CannotRun with the build's own last error."""
+    with tempfile.TemporaryDirectory() as scratch:
+        iidfile = Path(scratch, "iid")
+        arguments = [*docker.build, "--network=none", "--progress=plain", f"--iidfile={iidfile}", *options]
+        arguments += [f"--build-arg=SOURCE_DATE_EPOCH={identity['source_date_epoch']}"]
+        arguments += [f"--label={key}={value}" for key, value in labels(identity).items()]
+        if "image" in identity["base"]:
+            arguments += [f"--build-arg=BASE={identity['base']['image']}"]
+        process = subprocess.Popen(
+            [docker.path, *arguments, str(context)], env={**os.environ, **docker.environment},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+        )  # fmt: skip
+        tail: list[str] = []
+        try:
+            for line in process.stdout:
+                sys.stderr.write(line)
+                tail = [*tail[-40:], line]
+            code = process.wait()
+        finally:
+            process.terminate()
+        if code:
+            raise CannotRun(build_error("".join(tail)))
+        return iidfile.read_text().strip()
+
+
+def build_error(text: str) -> str:
+    """One sentence from the last lines of a failed build."""
+    if "no space left on device" in text.lower():
+        return "disk full while building: free about 25 GB where Docker keeps its data, then run again"
+    told = re.findall(r"(?:rejected|cannot run): (.*)", text)
+    return f"docker build failed: {told[-1] if told else last_line(text)}"
+
+
+def check(docker: Docker, image: str) -> None:
+    """The CPU tier of the qualification inside a locked-down container. Raises Rejected where it does not pass."""
+    done = docker.run("run", *LOCKED_DOWN, image, "python3", "-m", "qualify", "run", "--tier", "cpu", check=False)
+    if done.returncode:
+        raise Rejected(
+            f"the image failed its check in the container (above, exit {done.returncode}); nothing was tagged"
+        )
+
+
+def prepare(artifact: str, cache: Path) -> tuple[Path, dict]:
+    """Fetch and verify everything, and stage the build context."""
+    if artifact not in artifacts():
+        raise Rejected(f"ARTIFACT={artifact}: unknown; there are {', '.join(artifacts())} (recipes/*.toml)")
+    wheels.fetch(wheels.read_lock(), cache / "wheels")
+    if image := base_image():
+        return stage(artifact, cache, {"image": image})
+    return stage(artifact, cache, {"rootfs": base.build(cache, strict=os.environ.get("STRICT") == "1")})
+
+
+def build(artifact: str, cache: Path) -> None:
+    began = time.monotonic()
+    docker = find()
+    with exclusive(cache):
+        context, identity = prepare(artifact, cache)
+        if time.time() < identity["source_date_epoch"]:
+            raise CannotRun("this machine's clock is before the image's SOURCE_DATE_EPOCH: set it, then run again")
+        image = docker_build(docker, context, identity)
+    print(f"built {image} after {time.monotonic() - began:.0f} s; checking it in a container", file=sys.stderr)
+    check(docker, image)
+    tag = f"{REPOSITORY}/{artifact}:candidate"
+    docker.output("tag", image, tag)
+    size = docker.inspect(image)["Size"]
+    print(f"{tag} is {image}, {size / 1e9:.2f} GB, after {time.monotonic() - began:.0f} s")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("artifact")
+    parser.add_argument("--cache", type=Path, required=True)
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the client under us ends too
+    build(args.artifact, args.cache.resolve())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

@@ -1,0 +1,1 @@
+"""Pytest modules that run inside the image, one per qualification stage."""

@@ -1,0 +1,119 @@
+"""Stage "identity": this container holds exactly the files, packages and patches that its identity names."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import testinfra
+
+HOME = Path("/opt/horizon")
+SITE = HOME / "venv/lib/python3.11/site-packages"
+
+
+@pytest.fixture(scope="session")
+def identity():
+    return json.loads((HOME / "identity.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def host():
+    return testinfra.get_host("local://")
+
+
+@pytest.fixture(scope="session")
+def manifest(identity):
+    """Path -> SHA-256 over all build steps; a later step overrides an earlier one."""
+    entries = {}
+    for step in ("cuda", "torch", "kernels", "python", "sglang", "runtime", "patches", "artifact"):
+        text = (HOME / "manifests" / f"{step}.sha256").read_text()
+        assert hashlib.sha256(text.encode()).hexdigest() == identity["manifests"][step], step
+        for line in text.splitlines():
+            digest, path = line.split("  ", 1)
+            entries[path] = digest
+    return entries
+
+
+def sha256_of(path: str) -> str | None:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError:
+        return None
+
+
+def test_every_file_is_the_one_that_was_built(manifest):
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = dict(zip(manifest, pool.map(sha256_of, manifest), strict=True))
+    assert [path for path, digest in manifest.items() if found[path] != digest] == []
+
+
+def test_no_file_beside_them(manifest):
+    present = {
+        os.path.join(folder, name)
+        for folder, _, names in os.walk(HOME)
+        for name in names
+        if not os.path.islink(os.path.join(folder, name))
+    }
+    ours = {str(path) for path in (HOME / "manifests").iterdir()} | {str(HOME / "identity.json")}
+    assert sorted(present - manifest.keys() - ours) == []
+
+
+def test_installed_packages_are_the_locked_wheels(identity):
+    def normal(name):
+        return name.lower().replace("_", "-").replace(".", "-")
+
+    locked = {(normal(name), version) for name, version in (wheel.split("-")[:2] for wheel in identity["wheels"])}
+    installed = {(normal(d.metadata["Name"]), d.version) for d in metadata.distributions(path=[str(SITE)])}
+    assert installed == locked
+
+
+def test_the_patch_series_is_applied():
+    done = subprocess.run(
+        [sys.executable, "-B", str(HOME / "patches/series.py"), "apply", "--tree", str(SITE)],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, "applied already" in done.stdout) == (0, True), done.stdout + done.stderr
+
+
+def test_runs_as_the_unprivileged_user(host):
+    assert (os.getuid(), os.getgid()) == (10001, 0)
+    assert host.user("horizon").home == "/var/cache/horizon"
+    assert not os.access(HOME, os.W_OK)
+    assert os.access("/var/cache/horizon", os.W_OK)
+
+
+def test_hub_is_offline():
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
+def test_cuda_home_compiles_and_links(host, tmp_path, arch):
+    """What the engine's run-time compilation needs: nvcc, a C++ compiler, headers, plain library names."""
+    source, library = tmp_path / "probe.cu", tmp_path / "probe.so"
+    source.write_text(
+        "#include <cuda.h>\n#include <cuda_runtime.h>\n#include <cuda_fp8.h>\n#include <vector>\n"
+        "__global__ void twice(float *x) { x[threadIdx.x] *= 2; }\n"
+        'extern "C" int probe(float *x) { twice<<<1, 32>>>(x); int v; cuDriverGetVersion(&v);'
+        " std::vector<int> w(1, v); return w[0] + cudaGetLastError(); }\n"
+    )
+    options = "-std=c++17 -shared -Xcompiler -fPIC -L$CUDA_HOME/lib64 -lcuda -lcudart"
+    built = host.run(f"nvcc -arch={arch} {source} -o {library} {options}")
+    assert built.rc == 0, built.stderr
+    # The toolkit wheels have no cuobjdump; Triton brings one.
+    listing = host.run(f"{SITE}/triton/backends/nvidia/bin/cuobjdump --list-elf {library}")
+    assert arch in listing.stdout, listing.stdout + listing.stderr
+
+
+def test_python_headers_and_ninja(host, tmp_path):
+    source = tmp_path / "probe.c"
+    source.write_text("#include <Python.h>\nint probe(void) { return PY_MAJOR_VERSION; }\n")
+    include = host.run("python3 -c \"import sysconfig; print(sysconfig.get_path('include'))\"").stdout.strip()
+    assert host.run(f"gcc -shared -fPIC -I{include} {source} -o {tmp_path}/probe.so").rc == 0
+    assert host.run("ninja --version").rc == 0

@@ -1,0 +1,27 @@
+"""The same engine world and tiny checkpoint as the in-container checks, plus the published config."""
+
+import json
+
+import pytest
+
+from qualify import engine_cpu
+from qualify.checks.conftest import loaded_mova, tiny_mova  # noqa: F401 - fixtures
+from qualify.models import MOVA_CONFIG
+
+
+@pytest.fixture(scope="session", autouse=True)
+def engine():
+    """One CPU rank of the engine, started before any test imports it."""
+    engine_cpu.start()
+
+
+@pytest.fixture
+def published():
+    """The published MoVA FP8 config, fresh for every test."""
+    return json.loads(MOVA_CONFIG.read_text())
+
+
+@pytest.fixture
+def tiny(tiny_mova):  # noqa: F811 - the fixture
+    """The config of the tiny synthetic checkpoint, fresh for every test."""
+    return json.loads((tiny_mova / "config.json").read_text())
