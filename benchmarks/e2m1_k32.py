@@ -136,9 +136,7 @@ class Bf16:
     def __call__(self, x, topk_weights, topk_ids):
         routes, top_k = topk_ids.numel(), topk_ids.shape[1]
         mean = routes / self.num_experts
-        tile = (
-            (16, 64, 128, 4, 4) if mean <= 12 else (64, 128, 64, 4, 4) if mean <= 48 else (128, 128, 64, 8, 4)
-        )
+        tile = (16, 64, 128, 4, 4) if mean <= 12 else (64, 128, 64, 4, 4) if mean <= 48 else (128, 128, 64, 8, 4)
         r, _ = group_routes(topk_ids, self.num_experts, tile[0])
         h = silu_mul(self._gemm(x, self.w13, topk_weights, r, routes, top_k, False, tile))
         y = self._gemm(h, self.w2, topk_weights, r, routes, 1, True, tile)
@@ -222,9 +220,7 @@ def make_inputs(shape: Shape, tokens: int, variants: int, seed: int = 0):
     inputs = []
     for _ in range(variants):
         x = torch.randn(tokens, shape.hidden, device="cuda", generator=g).bfloat16()
-        ids = (
-            torch.rand(tokens, shape.experts, device="cuda", generator=g).topk(shape.top_k, -1).indices.int()
-        )
+        ids = torch.rand(tokens, shape.experts, device="cuda", generator=g).topk(shape.top_k, -1).indices.int()
         weights = torch.rand(tokens, shape.top_k, device="cuda", generator=g)
         inputs.append((x, weights / weights.sum(-1, keepdim=True), ids))
     return inputs
@@ -333,17 +329,14 @@ def run(args: argparse.Namespace, argv: list[str]) -> dict:
             inputs = make_inputs(shape, tokens, 6 if tokens <= 64 else 2)
             outputs = {key: call(*inputs[0]) for key, call in calls.items()}
             errors = {
-                key: round(relative_error(o, outputs["triton"]), 6)
-                for key, o in outputs.items()
-                if key != "triton"
+                key: round(relative_error(o, outputs["triton"]), 6) for key, o in outputs.items() if key != "triton"
             }
             result["errors"].append({"shape": name, "tokens": tokens, "against": "triton", **errors})
             graphs = {key: capture(call, inputs) for key, call in calls.items()}
             ms = interleaved_medians(graphs, args.samples)
             row = {"shape": name, "tokens": tokens, "w4a16_ms": round(ms["triton"], 5)}
             row |= {
-                f"{key}_ms": round(ms[key], 5) if key in ms else None
-                for key in ("triton", "fp8", "humming", "bf16")
+                f"{key}_ms": round(ms[key], 5) if key in ms else None for key in ("triton", "fp8", "humming", "bf16")
             }
             share = layer_bytes(shape, inputs) / ms["triton"] / 1e6 / result["copy_gbps"]
             row["copy_share"] = round(share, 3)
@@ -412,9 +405,7 @@ def _compile_one(job) -> str | None:
     strides = (8, k, n // 2 if gated else n)
     try:
         if isinstance(tile, DecodeTile):
-            decode_gemm_kernel.warmup(
-                bf16, u8, u8, f32, bf16, f32, i32, i32, i32, *strides, CACHE=tile.cache, **common
-            )
+            decode_gemm_kernel.warmup(bf16, u8, u8, f32, bf16, f32, i32, i32, i32, *strides, CACHE=tile.cache, **common)
         else:
             common |= {"num_stages": tile.stages} | ({"maxnreg": tile.regs} if tile.regs else {})
             act = torch.float8_e4m3fn if fp8 else bf16
@@ -458,9 +449,7 @@ def tune(args: argparse.Namespace, argv: list[str]) -> dict:
                     for x, weights, ids in inputs:
                         r, _ = group_routes(ids, shape.experts, m)
                         orders = (permute_activations(x), permute_activations(x, decode=True))
-                        routed.append(
-                            ((quantize_rows(x),) if fp8 else [(o, None) for o in orders], weights, r)
-                        )
+                        routed.append(((quantize_rows(x),) if fp8 else [(o, None) for o in orders], weights, r))
                     b = quantize_rows(h) if fp8 else (h, None)
                     for tile in grid.get(m, ()):
 
@@ -488,9 +477,7 @@ def tune(args: argparse.Namespace, argv: list[str]) -> dict:
                         result["rows"].append(row)
             for path in ("w4a16", "fp8"):
                 for key in ("up_ms", "down_ms"):
-                    rows = [
-                        q for q in result["rows"] if q["tokens"] == tokens and q["path"] == path and key in q
-                    ]
+                    rows = [q for q in result["rows"] if q["tokens"] == tokens and q["path"] == path and key in q]
                     rows = sorted((q for q in rows if q["shape"] == name), key=lambda q: q[key])[:4]
                     print(name, tokens, path, key, [(q["m"], *q["tile"], q[key]) for q in rows], flush=True)
     return result
@@ -550,9 +537,7 @@ def write(path: Path, text: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("run", "tune"))
     parser.add_argument("--output", type=Path, required=True, help="JSON result file")
     parser.add_argument("--table", type=Path, help="also write a Markdown table")

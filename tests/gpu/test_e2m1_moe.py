@@ -68,9 +68,7 @@ def test_matches_float64(name, path, generator):
     assert error <= BOUNDS[path]
 
 
-@pytest.mark.parametrize(
-    "tile", [(8, 64, 4), (8, 128, 4), (8, 32, 1), (16, 64, 4), (16, 128, 8), (32, 64, 4)], ids=str
-)
+@pytest.mark.parametrize("tile", [(8, 64, 4), (8, 128, 4), (8, 32, 1), (16, 64, 4), (16, 128, 8), (32, 64, 4)], ids=str)
 @pytest.mark.parametrize(
     "name",
     ["one_token", "int64_ids", "masked_routes", "all_masked", "uneven_routing", "narrow_tail", "zero_scales"],

@@ -85,9 +85,7 @@ lop3.b32 $1, b, 0x1C1C1C1C, a, 0xEA;
 def _code_value(code):
     """E2M1 code (int32 0..15) -> FP32, plain operations (the interpreter has no inline PTX)."""
     m = code & 7
-    x = tl.where(
-        m < 4, m.to(tl.float32) * 0.5, tl.where(m < 6, m.to(tl.float32) - 2.0, m.to(tl.float32) * 2.0 - 8.0)
-    )
+    x = tl.where(m < 4, m.to(tl.float32) * 0.5, tl.where(m < 6, m.to(tl.float32) - 2.0, m.to(tl.float32) * 2.0 - 8.0))
     return tl.where(code >= 8, -x, x)
 
 
@@ -95,9 +93,7 @@ def _code_value(code):
 def _dequant_bf16(q, s8, GROUPS: tl.constexpr, ROWS: tl.constexpr, USE_ASM: tl.constexpr):
     """int32 words [ROWS, 4 * GROUPS], E4M3 bytes [ROWS, GROUPS] -> BF16 codes n0..n7 of each word, value * 2^-9."""
     if USE_ASM:
-        s = tl.inline_asm_elementwise(
-            SCALE_BF16, "=r,r", [s8.to(tl.int32)], dtype=tl.int32, is_pure=True, pack=1
-        )
+        s = tl.inline_asm_elementwise(SCALE_BF16, "=r,r", [s8.to(tl.int32)], dtype=tl.int32, is_pure=True, pack=1)
         s = s[:, :, None].broadcast_to(ROWS, GROUPS, 4).reshape(ROWS, 4 * GROUPS)
         n0, n1, n2, n3, n4, n5, n6, n7 = tl.inline_asm_elementwise(
             DEQUANT_BF16,
@@ -229,11 +225,7 @@ def _tile(
         acc = _fp8_loop(a_ptrs, tmask[None, :], w_ptrs, s_ptrs, K, BLOCK_M, BLOCK_N, BLOCK_K, USE_ASM)
         acc = acc * tl.load(a_scale_ptr + row_a, mask=tmask, other=0.0)[None, :]
     else:
-        w_ptrs = (
-            w_ptr.to(tl.pointer_type(tl.int32))
-            + offs_n[:, None] * (K // 8)
-            + tl.arange(0, BLOCK_K // 8)[None, :]
-        )
+        w_ptrs = w_ptr.to(tl.pointer_type(tl.int32)) + offs_n[:, None] * (K // 8) + tl.arange(0, BLOCK_K // 8)[None, :]
         s_ptrs = ws_ptr + offs_n[:, None] * (K // 32) + tl.arange(0, BLOCK_K // 32)[None, :]
         acc = _w4a16_loop(a_ptrs, tmask[None, :], w_ptrs, s_ptrs, K, BLOCK_M, BLOCK_N, BLOCK_K, USE_ASM)
     acc = acc * tl.load(wg_ptr + e)

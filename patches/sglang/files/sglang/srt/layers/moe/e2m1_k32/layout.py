@@ -93,9 +93,7 @@ class E2M1Experts:
         for name, shape in expected.items():
             t = getattr(self, name)
             if tuple(t.shape) != shape:
-                raise ValueError(
-                    f"{name} is {tuple(t.shape)}, expected {shape} (one scale per {GROUP} columns)."
-                )
+                raise ValueError(f"{name} is {tuple(t.shape)}, expected {shape} (one scale per {GROUP} columns).")
             kind = (
                 (torch.float32,)
                 if name.endswith("global")

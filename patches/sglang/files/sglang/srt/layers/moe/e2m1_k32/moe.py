@@ -10,6 +10,7 @@ Two paths over the same weights:
 No split-K and no floating-point atomics: the same input gives the same bits on every run.
 """
 
+import functools
 import os
 
 import torch
@@ -23,6 +24,15 @@ from .tiles import DecodeTile, MoeTiles, Tile, pick_tiles
 # K step of the decode kernel, imported late: Triton's interpreter has no Gluon (and no inline PTX).
 DECODE_K = 256
 USE_ASM = os.environ.get("TRITON_INTERPRET", "0") != "1"
+
+
+@functools.cache
+def _arch(device: torch.device) -> int:
+    """Compute capability as 10 * major + minor (90 on a CPU, under the interpreter)."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def _gemm(
@@ -48,20 +58,21 @@ def _gemm(
             a, weight, scale.view(torch.uint8), global_scale, out, topk_weights,
             routing.sorted_ids, routing.expert_ids, routing.num_post_pad,
             num_routes, a.stride(0), out.stride(0),
-            N=n, K=k, TOP_K=top_k, GATED=gated, BLOCK_M=routing.block_m, BLOCK_N=tile.n, CACHE=tile.cache,
+            N=n, K=k, TOP_K=top_k, GATED=gated, BLOCK_M=routing.block_m, BLOCK_N=tile.n,
             num_warps=tile.warps,
         )  # fmt: skip
         return
+    block_n = tile.n if n % tile.n == 0 else K_ALIGN
     block_k = tile.k if k % tile.k == 0 else K_ALIGN
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     if tile.regs:
         options["maxnreg"] = tile.regs
-    grouped_gemm_kernel[(routing.num_blocks * (n // tile.n),)](
+    grouped_gemm_kernel[(routing.num_blocks * (n // block_n),)](
         a, a_scale if fp8 else global_scale, weight, scale.view(torch.uint8), global_scale, out, topk_weights,
         routing.sorted_ids, routing.expert_ids, routing.num_post_pad,
         num_routes, a.stride(0), out.stride(0),
         N=n, K=k, TOP_K=top_k, FP8=fp8, GATED=gated, PERMUTED=gated and not fp8,
-        BLOCK_M=routing.block_m, BLOCK_N=tile.n, BLOCK_K=block_k, USE_ASM=USE_ASM, **options,
+        BLOCK_M=routing.block_m, BLOCK_N=block_n, BLOCK_K=block_k, USE_ASM=USE_ASM, **options,
     )  # fmt: skip
 
 
@@ -70,19 +81,11 @@ def _check(x: torch.Tensor, experts: E2M1Experts, topk_weights: torch.Tensor, to
         raise ValueError(
             f"x is {x.dtype} {tuple(x.shape)}, expected torch.bfloat16 [tokens, {experts.hidden_size}] with unit column stride."
         )
-    if (
-        topk_ids.dtype not in (torch.int32, torch.int64)
-        or topk_ids.dim() != 2
-        or not topk_ids.is_contiguous()
-    ):
+    if topk_ids.dtype not in (torch.int32, torch.int64) or topk_ids.dim() != 2 or not topk_ids.is_contiguous():
         raise ValueError(
             f"topk_ids is {topk_ids.dtype} {tuple(topk_ids.shape)}, expected contiguous int32 or int64 [tokens, top_k]."
         )
-    if (
-        topk_ids.shape[0] != x.shape[0]
-        or topk_weights.shape != topk_ids.shape
-        or not topk_weights.is_contiguous()
-    ):
+    if topk_ids.shape[0] != x.shape[0] or topk_weights.shape != topk_ids.shape or not topk_weights.is_contiguous():
         raise ValueError(
             f"topk_weights {tuple(topk_weights.shape)} and topk_ids {tuple(topk_ids.shape)} must both be contiguous "
             f"[{x.shape[0]}, top_k]."
@@ -119,7 +122,7 @@ def fused_experts(
         return out.zero_()
     if tiles is None:
         decode = USE_ASM and not (experts.hidden_size % DECODE_K or experts.intermediate_size % DECODE_K)
-        tiles = pick_tiles(routes, experts.num_experts, fp8, decode)
+        tiles = pick_tiles(routes, experts.num_experts, fp8, decode, _arch(x.device))
     routing, xp = group_routes(topk_ids, experts.num_experts, tiles.m, None if fp8 else x, tiles.decode)
     h = torch.empty((routes, experts.intermediate_size), dtype=torch.bfloat16, device=x.device)
     y = torch.empty((routes, experts.hidden_size), dtype=torch.bfloat16, device=x.device)

@@ -22,9 +22,7 @@ def random_experts(
     """
 
     def bytes_of(*shape: int, low: int, high: int) -> torch.Tensor:
-        return torch.randint(
-            low, high, shape, dtype=torch.uint8, device=generator.device, generator=generator
-        )
+        return torch.randint(low, high, shape, dtype=torch.uint8, device=generator.device, generator=generator)
 
     def scale(*shape: int) -> torch.Tensor:
         s = bytes_of(*shape, low=0x10, high=0x60)

@@ -34,9 +34,7 @@ def permute_kernel(x_ptr, out_ptr, K, stride_x, BLOCK: tl.constexpr, DECODE: tl.
 
 
 @triton.jit
-def _block_table(
-    counts, experts, expert_ids_ptr, cursor_ptr, num_post_pad_ptr, num_experts, BLOCK_M: tl.constexpr
-):
+def _block_table(counts, experts, expert_ids_ptr, cursor_ptr, num_post_pad_ptr, num_experts, BLOCK_M: tl.constexpr):
     blocks = (counts + BLOCK_M - 1) // BLOCK_M
     ends = tl.cumsum(blocks, 0)
     starts = ends - blocks
@@ -63,9 +61,7 @@ def prepare_small_kernel(
     if pid == 0:
         fill = tl.arange(0, 1024)
         for i in range(0, capacity, 1024):
-            tl.store(
-                sorted_ids_ptr + i + fill, tl.zeros((1024,), tl.int32) + num_routes, mask=i + fill < capacity
-            )
+            tl.store(sorted_ids_ptr + i + fill, tl.zeros((1024,), tl.int32) + num_routes, mask=i + fill < capacity)
         routes = tl.arange(0, ROUTES)
         ids = tl.load(topk_ids_ptr + routes, mask=routes < num_routes, other=-1)
         valid = (ids >= 0) & (ids < num_experts)

@@ -1,4 +1,9 @@
-"""Tile shapes by path and load.  Measured on one H200 (benchmarks/results/e2m1-k32-h200.json); see docs/e2m1-k32.md."""
+"""Tile shapes by path, load and architecture.
+
+The sm_90 tables come from ``benchmarks/e2m1_k32.py tune`` on one H200
+(benchmarks/results/e2m1-k32-tuning.json).  The sm_120 tables only respect its 99 KB of shared memory per
+block: nobody has timed them yet.
+"""
 
 from dataclasses import asdict, dataclass
 
@@ -20,7 +25,6 @@ class DecodeTile:
 
     n: int
     warps: int
-    cache: str = ""
 
 
 @dataclass(frozen=True)
@@ -39,30 +43,53 @@ class MoeTiles:
         return asdict(self)
 
 
-# (largest mean number of routes per expert, tiles), first match wins.
-DECODE_TILES = (
-    (0.05, MoeTiles(8, DecodeTile(64, 4), DecodeTile(64, 4))),
-    (3, MoeTiles(8, DecodeTile(64, 4), DecodeTile(64, 4))),
-)
-W4A16_TILES = (
-    (10, MoeTiles(16, Tile(64, 256, 4, 3), Tile(128, 128, 4, 3))),
-    (32, MoeTiles(32, Tile(128, 128, 4, 3), Tile(128, 128, 4, 3))),
-    (64, MoeTiles(64, Tile(128, 128, 4, 3), Tile(128, 128, 4, 3, 168))),
-    (128, MoeTiles(128, Tile(128, 128, 8, 3, 128), Tile(256, 128, 8, 4))),
-    (float("inf"), MoeTiles(256, Tile(128, 128, 8, 3), Tile(128, 128, 8, 3))),
-)
-FP8_TILES = (
-    (16, MoeTiles(16, Tile(128, 128, 4, 4), Tile(128, 128, 4, 4))),
-    (64, MoeTiles(64, Tile(64, 128, 4, 3, 128), Tile(64, 128, 4, 3, 128))),
-    (float("inf"), MoeTiles(128, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3, 168))),
-)
+# (largest mean number of routes per expert, tiles): the first match wins.
+DECODE_TILES = {
+    90: (
+        (0.05, MoeTiles(8, DecodeTile(64, 4), DecodeTile(64, 4))),
+        (5.5, MoeTiles(8, DecodeTile(128, 4), DecodeTile(128, 4))),
+    ),
+    120: (
+        (5.5, MoeTiles(8, DecodeTile(128, 4), DecodeTile(128, 4))),
+        (16, MoeTiles(16, DecodeTile(64, 4), DecodeTile(64, 4))),
+    ),
+}
+W4A16_TILES = {
+    90: (
+        (10, MoeTiles(16, Tile(64, 256, 4, 3), Tile(128, 128, 4, 3))),
+        (20, MoeTiles(32, Tile(64, 256, 4, 3), Tile(128, 128, 4, 3, 128))),
+        (40, MoeTiles(32, Tile(128, 128, 4, 3), Tile(128, 128, 4, 3, 128))),
+        (80, MoeTiles(64, Tile(128, 128, 4, 3), Tile(128, 128, 4, 3, 168))),
+        (170, MoeTiles(128, Tile(128, 128, 8, 3, 128), Tile(256, 128, 8, 4))),
+        (float("inf"), MoeTiles(256, Tile(128, 128, 8, 3), Tile(128, 128, 8, 3))),
+    ),
+    120: (
+        (16, MoeTiles(16, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3))),
+        (48, MoeTiles(32, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3))),
+        (float("inf"), MoeTiles(64, Tile(128, 128, 8, 3), Tile(128, 128, 8, 3))),
+    ),
+}
+FP8_TILES = {
+    90: (
+        (16, MoeTiles(16, Tile(128, 128, 4, 4), Tile(128, 128, 4, 3))),
+        (24, MoeTiles(32, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3))),
+        (80, MoeTiles(64, Tile(64, 128, 4, 3, 128), Tile(64, 128, 4, 3, 128))),
+        (float("inf"), MoeTiles(128, Tile(64, 128, 4, 4), Tile(64, 128, 4, 3, 168))),
+    ),
+    120: (
+        (16, MoeTiles(16, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3))),
+        (48, MoeTiles(32, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3))),
+        (float("inf"), MoeTiles(64, Tile(128, 128, 8, 3), Tile(128, 128, 8, 3))),
+    ),
+}
 
 
-def pick_tiles(num_routes: int, num_experts: int, fp8: bool, decode: bool = False) -> MoeTiles:
+def pick_tiles(num_routes: int, num_experts: int, fp8: bool, decode: bool, arch: int = 90) -> MoeTiles:
     """Tiles for ``num_routes`` token-expert rows over ``num_experts`` local experts.
 
-    ``decode``: the decode kernel may be used (sizes are multiples of its K step).
+    ``decode``: the W4A16 decode kernel may be used (both K are multiples of its step of 256).
+    ``arch``: 90 or 120; anything from 100 up uses the sm_120 table.
     """
-    mean = num_routes / num_experts
-    table = FP8_TILES if fp8 else (DECODE_TILES if decode else ()) + W4A16_TILES
+    mean, arch = num_routes / num_experts, 90 if arch < 100 else 120
+    table = FP8_TILES[arch] if fp8 else (DECODE_TILES[arch] if decode else ()) + W4A16_TILES[arch]
     return next(tiles for limit, tiles in table if mean <= limit)
