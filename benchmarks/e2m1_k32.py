@@ -8,6 +8,9 @@ between two events, queued behind a short spin so that the host is never waited 
 every round, the order is reversed every other round, and each round takes the next of several routings, so
 that small batches find their experts in device memory and not in the L2 cache.  Reported: medians.
 
+``run`` also times the tile table's entries beside the dispatched one ("neighbours"), ``compile`` only fills
+Triton's cache.
+
 Rows: {"shape", "tokens", "w4a16_ms", "triton_ms", "fp8_ms", "humming_ms", "bf16_ms"} and the share of the
 measured copy bandwidth; ``w4a16_ms`` is the W4A16 path that the image dispatches.
 """
@@ -35,11 +38,12 @@ sys.path.insert(0, str(ROOT / "patches/sglang/files/sglang/srt/layers/moe"))
 from e2m1_k32 import E2M1Experts, dequantize, fused_experts  # noqa: E402
 from e2m1_k32.decode import decode_gemm_kernel  # noqa: E402
 from e2m1_k32.gemm import grouped_gemm_kernel  # noqa: E402
-from e2m1_k32.moe import _gemm  # noqa: E402
+from e2m1_k32.layout import K_ALIGN  # noqa: E402
+from e2m1_k32.moe import DECODE_K, _arch, _gemm  # noqa: E402
 from e2m1_k32.quantize import quantize_rows  # noqa: E402
 from e2m1_k32.reference import random_experts, relative_error  # noqa: E402
 from e2m1_k32.routing import group_routes, permute_activations, sum_routes  # noqa: E402
-from e2m1_k32.tiles import DecodeTile, Tile, pick_tiles  # noqa: E402
+from e2m1_k32.tiles import DecodeTile, MoeTiles, Tile, pick_tiles, tile_table  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -92,19 +96,19 @@ def _bf16_gemm_kernel(
 
 
 @triton.jit
-def _silu_mul_kernel(x_ptr, out_ptr, I: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_mul_kernel(x_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(x_ptr + row * 2 * I + cols, mask=cols < I, other=0.0).to(tl.float32)
-    up = tl.load(x_ptr + row * 2 * I + I + cols, mask=cols < I, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * I + cols, (gate / (1.0 + tl.exp(-gate)) * up).to(tl.bfloat16), mask=cols < I)
+    gate = tl.load(x_ptr + row * 2 * WIDTH + cols, mask=cols < WIDTH, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * 2 * WIDTH + WIDTH + cols, mask=cols < WIDTH, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * WIDTH + cols, (gate / (1.0 + tl.exp(-gate)) * up).to(tl.bfloat16), mask=cols < WIDTH)
 
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
     """BF16 [R, 2 I] -> silu(gate) * up, BF16 [R, I]."""
     rows, i = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, i), dtype=x.dtype, device=x.device)
-    _silu_mul_kernel[(rows, triton.cdiv(i, 1024))](x, out, I=i, BLOCK=1024)
+    _silu_mul_kernel[(rows, triton.cdiv(i, 1024))](x, out, WIDTH=i, BLOCK=1024)
     return out
 
 
@@ -148,7 +152,7 @@ class Bf16:
 class Humming:
     """humming-kernels: indexed grouped GEMMs with its own repacked weights and its own tile heuristics."""
 
-    def __init__(self, experts: E2M1Experts):
+    def __init__(self, experts: E2M1Experts, fp8: bool = False):
         from humming import dtypes
         from humming.config import LayerConfig
         from humming.transform import transform_humming_tensors
@@ -159,7 +163,8 @@ class Humming:
         def prepare(w, s, g):
             config = LayerConfig(
                 shape_n=w.shape[1], shape_k=w.shape[2] * 2, num_experts=w.shape[0],
-                a_dtype=dtypes.bfloat16, b_dtype=dtypes.float4e2m1, c_dtype=dtypes.bfloat16, bs_dtype=dtypes.float8e4m3,
+                a_dtype=dtypes.float8e4m3 if fp8 else dtypes.bfloat16, b_dtype=dtypes.float4e2m1,
+                bs_dtype=dtypes.float8e4m3, c_dtype=dtypes.bfloat16,
                 weight_scale_group_size=32, weight_scale_2_type="tensor",
             )  # fmt: skip
             tensors = {
@@ -179,7 +184,7 @@ class Humming:
         self.repack_ms = start.elapsed_time(stop)
         self.repacked_bytes = sum(t.nbytes for _, d in (self.up, self.down) for t in d.values())
 
-    @functools.lru_cache(maxsize=None)  # noqa: B019 (a handful of instances, each for the whole run)
+    @functools.cache  # noqa: B019 (a handful of instances, each for the whole run)
     def config(self, layer: str, routes: int) -> dict:
         """humming's own heuristics for this many rows."""
         from humming.tune import get_heuristics_config
@@ -195,7 +200,7 @@ class Humming:
         if "use_f16_accum" in tuning:
             tuning = dict(tuning)
             compute["use_f16_accum"] = tuning.pop("use_f16_accum")
-        return humming_forward(
+        return humming_forward(  # quantises the activations per row itself if the layer says FP8
             config, inputs=a, sorted_ids=r.sorted_ids, expert_ids=r.expert_ids, num_tokens_padded=r.num_post_pad,
             locks=self.locks, top_k=top_k, compute_config=compute, tuning_config=tuning, **tensors,
         )  # fmt: skip
@@ -300,61 +305,92 @@ def environment(argv: list[str]) -> dict:
     }  # fmt: skip
 
 
+def _candidates(shape: Shape, tokens: int) -> dict[str, MoeTiles]:
+    """The tiles dispatched for a batch, W4A16 and FP8, and the W4A16 table's entries beside them."""
+    decode = shape.hidden % DECODE_K == 0 and shape.intermediate % DECODE_K == 0
+    arch = _arch(torch.device("cuda", 0))
+    routes = tokens * shape.top_k
+    picks = {path: pick_tiles(routes, shape.experts, path == "fp8", decode, arch) for path in ("triton", "fp8")}
+    table = [tiles for _, tiles in tile_table(False, decode, arch)]
+    place = table.index(picks["triton"])
+    if place > 0:
+        picks["smaller"] = table[place - 1]
+    if place + 1 < len(table):
+        picks["larger"] = table[place + 1]
+    return picks
+
+
+def compile_all(args: argparse.Namespace) -> list[str]:
+    """Compile every tile that the run will use in parallel; returns the failures."""
+    jobs = set()
+    for shape in (SHAPES[name] for name in args.shapes):
+        for tokens in args.tokens or shape.tokens:
+            for path, tiles in _candidates(shape, tokens).items():
+                for gated, tile in ((True, tiles.up), (False, tiles.down)):
+                    jobs.add((shape, path == "fp8", gated, tiles.m, tile))
+    with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
+        return [error for error in pool.map(_compile_one, sorted(jobs, key=str), chunksize=1) if error]
+
+
 def run(args: argparse.Namespace, argv: list[str]) -> dict:
-    result = {
-        "environment": environment(argv),
-        "copy_gbps": round(copy_bandwidth(), 1),
-        "samples": args.samples,
-    }
-    result |= {"rows": [], "errors": [], "humming_repack": {}, "tiles": []}
+    failed = compile_all(args)
+    if failed:
+        raise RuntimeError("\n".join(failed))
+    result = {"environment": environment(argv), "copy_gbps": round(copy_bandwidth(), 1), "samples": args.samples}
+    result |= {"rows": [], "errors": [], "neighbours": [], "tiles": [], "humming_repack": {}}
     for name in args.shapes:
         shape = SHAPES[name]
         g = torch.Generator("cuda").manual_seed(1)
         experts = random_experts(shape.experts, shape.hidden, shape.intermediate, "cuda", g)
-        bf16 = Bf16(experts)
-        humming = Humming(experts) if args.humming else None
-        if humming:
+        calls = {"bf16": Bf16(experts)}
+        if args.humming:
+            calls["humming"] = Humming(experts)
+            calls["humming_fp8"] = Humming(experts, fp8=True)
             result["humming_repack"][name] = {
-                "ms": round(humming.repack_ms, 2),
-                "bytes": humming.repacked_bytes,
+                key: {"ms": round(calls[key].repack_ms, 2), "bytes": calls[key].repacked_bytes}
+                for key in ("humming", "humming_fp8")
             }
-        calls = {
-            "triton": functools.partial(_ours, experts, False),
-            "fp8": functools.partial(_ours, experts, True),
-            "bf16": bf16,
-        }
-        if humming:
-            calls["humming"] = humming
+            x, weights, ids = make_inputs(shape, 16, 1)[0]
+            try:
+                calls["humming_fp8"](x, weights, ids)
+            except Exception as error:  # an optional column: say why it is empty
+                result["humming_repack"][name]["humming_fp8_failed"] = f"{type(error).__name__}: {error}"[:300]
+                del calls["humming_fp8"]
         for tokens in args.tokens or shape.tokens:
             inputs = make_inputs(shape, tokens, 6 if tokens <= 64 else 2)
-            outputs = {key: call(*inputs[0]) for key, call in calls.items()}
+            candidates = _candidates(shape, tokens)
+            calls |= {key: functools.partial(_ours, experts, key == "fp8", tiles) for key, tiles in candidates.items()}
+            active = {key: call for key, call in calls.items() if key in candidates or not _is_ours(key)}
+            outputs = {key: call(*inputs[0]) for key, call in active.items()}
             errors = {
                 key: round(relative_error(o, outputs["triton"]), 6) for key, o in outputs.items() if key != "triton"
             }
             result["errors"].append({"shape": name, "tokens": tokens, "against": "triton", **errors})
-            graphs = {key: capture(call, inputs) for key, call in calls.items()}
+            graphs = {key: capture(call, inputs) for key, call in active.items()}
             ms = interleaved_medians(graphs, args.samples)
             row = {"shape": name, "tokens": tokens, "w4a16_ms": round(ms["triton"], 5)}
-            row |= {
-                f"{key}_ms": round(ms[key], 5) if key in ms else None for key in ("triton", "fp8", "humming", "bf16")
-            }
+            for key in ("triton", "fp8", "humming", "bf16", "humming_fp8"):
+                row[f"{key}_ms"] = round(ms[key], 5) if key in ms else None
             share = layer_bytes(shape, inputs) / ms["triton"] / 1e6 / result["copy_gbps"]
             row["copy_share"] = round(share, 3)
             result["rows"].append(row)
-            tiles = {
-                p: pick_tiles(tokens * shape.top_k, shape.experts, p == "fp8", p != "fp8").as_dict()
-                for p in ("w4a16", "fp8")
-            }
+            beside = {f"{key}_ms": round(ms[key], 5) for key in ("smaller", "larger") if key in ms}
+            result["neighbours"].append({"shape": name, "tokens": tokens, "triton_ms": row["triton_ms"], **beside})
+            tiles = {key: t.as_dict() for key, t in candidates.items()}
             result["tiles"].append({"shape": name, "tokens": tokens, **tiles})
-            print(json.dumps(row), json.dumps(errors), flush=True)
+            print(json.dumps(row), json.dumps(beside), json.dumps(errors), flush=True)
             del graphs
-        del experts, bf16, humming, calls
+        del experts, calls, active
         torch.cuda.empty_cache()
     return result
 
 
-def _ours(experts, fp8, x, weights, ids):
-    return fused_experts(x, experts, weights, ids, fp8=fp8)
+def _is_ours(key: str) -> bool:
+    return key in ("triton", "fp8", "smaller", "larger")
+
+
+def _ours(experts, fp8, tiles, x, weights, ids):
+    return fused_experts(x, experts, weights, ids, fp8=fp8, tiles=tiles)
 
 
 # ---- tuning: each GEMM on its own, over a grid of tiles ----
@@ -365,15 +401,15 @@ def _t(n, k, warps, stages, *regs):
 W4A16_GRID = {
     8: [
         DecodeTile(*t)
-        for t in ((32, 1), (32, 2), (64, 1), (64, 2), (64, 4), (128, 4), (128, 8), (64, 4, ".cg"), (128, 4, ".cg"))
+        for t in ((32, 1), (32, 2), (64, 1), (64, 2), (64, 4), (128, 4), (128, 8))
     ],
     16: [DecodeTile(*t) for t in ((64, 2), (64, 4), (128, 4), (128, 8))]
     + _t(64, 256, 4, 3, 0, 96) + _t(128, 128, 4, 3) + _t(128, 128, 4, 4) + _t(128, 256, 8, 3),
     32: [DecodeTile(*t) for t in ((64, 4), (128, 8))]
     + _t(64, 256, 4, 3, 0, 96) + _t(128, 128, 4, 3, 0, 128) + _t(128, 256, 8, 2),
     64: _t(64, 256, 4, 3) + _t(128, 128, 4, 2) + _t(128, 128, 4, 3, 0, 168) + _t(128, 256, 8, 2) + _t(128, 256, 8, 3),
-    128: _t(128, 128, 8, 3, 128) + _t(256, 128, 8, 3) + _t(256, 128, 8, 4) + _t(256, 128, 16, 3) + _t(128, 256, 8, 2, 0, 128)
-    + _t(128, 128, 4, 3),
+    128: _t(128, 128, 8, 3, 128) + _t(256, 128, 8, 3) + _t(256, 128, 8, 4) + _t(256, 128, 16, 3)
+    + _t(128, 256, 8, 2, 0, 128) + _t(128, 128, 4, 3),
     256: _t(128, 128, 8, 2) + _t(128, 128, 8, 3) + _t(128, 128, 8, 4) + _t(128, 128, 16, 3) + _t(256, 128, 16, 3),
 }  # fmt: skip
 FP8_GRID = {
@@ -392,6 +428,7 @@ def _compile_one(job) -> str | None:
     """Compile one tile in a worker process, so that the parent finds it in Triton's cache."""
     shape, fp8, gated, m, tile = job
     n, k = (2 * shape.intermediate, shape.hidden) if gated else (shape.hidden, shape.intermediate)
+    block_n = tile.n if n % tile.n == 0 else K_ALIGN
     bf16, f32, u8, i32 = torch.bfloat16, torch.float32, torch.uint8, torch.int32
     common = {
         "N": n,
@@ -399,23 +436,37 @@ def _compile_one(job) -> str | None:
         "TOP_K": shape.top_k if gated else 1,
         "GATED": gated,
         "BLOCK_M": m,
-        "BLOCK_N": tile.n,
+        "BLOCK_N": block_n,
     }
     common |= {"num_warps": tile.warps, "grid": (1,)}
     strides = (8, k, n // 2 if gated else n)
     try:
         if isinstance(tile, DecodeTile):
-            decode_gemm_kernel.warmup(bf16, u8, u8, f32, bf16, f32, i32, i32, i32, *strides, CACHE=tile.cache, **common)
+            decode_gemm_kernel.warmup(bf16, u8, u8, f32, bf16, f32, i32, i32, i32, *strides, **common)
         else:
             common |= {"num_stages": tile.stages} | ({"maxnreg": tile.regs} if tile.regs else {})
             act = torch.float8_e4m3fn if fp8 else bf16
             grouped_gemm_kernel.warmup(
                 act, f32, u8, u8, f32, bf16, f32, i32, i32, i32, *strides,
-                FP8=fp8, PERMUTED=gated and not fp8, BLOCK_K=tile.k, USE_ASM=True, **common,
+                FP8=fp8, PERMUTED=gated and not fp8, BLOCK_K=tile.k if k % tile.k == 0 else K_ALIGN, USE_ASM=True,
+                **common,
             )  # fmt: skip
     except Exception as error:
         return f"{job}: {type(error).__name__}: {str(error)[:200]}"
     return None
+
+
+def _tune_up(w: E2M1Experts, top_k: int, tile, orders, weights, r):
+    routes = weights.numel()
+    out = torch.empty(routes, w.intermediate_size, device="cuda", dtype=torch.bfloat16)
+    a = orders[isinstance(tile, DecodeTile)]
+    _gemm(*a, w.w13, w.w13_scale, w.w13_global, out, weights, r, routes, top_k, True, tile)
+
+
+def _tune_down(w: E2M1Experts, h, tile, _orders, weights, r):
+    routes = weights.numel()
+    out = torch.empty(routes, w.hidden_size, device="cuda", dtype=torch.bfloat16)
+    _gemm(*h, w.w2, w.w2_scale, w.w2_global, out, weights, r, routes, 1, False, tile)
 
 
 def tune(args: argparse.Namespace, argv: list[str]) -> dict:
@@ -441,7 +492,6 @@ def tune(args: argparse.Namespace, argv: list[str]) -> dict:
             inputs = make_inputs(shape, tokens, 6 if tokens <= 64 else 1)
             routes = tokens * shape.top_k
             h = torch.randn(routes, shape.intermediate, device="cuda").bfloat16()
-            y = torch.empty(routes, shape.hidden, device="cuda", dtype=torch.bfloat16)
             for m in blocks:
                 for path, grid in grids:
                     fp8 = path == "fp8"
@@ -452,18 +502,8 @@ def tune(args: argparse.Namespace, argv: list[str]) -> dict:
                         routed.append(((quantize_rows(x),) if fp8 else [(o, None) for o in orders], weights, r))
                     b = quantize_rows(h) if fp8 else (h, None)
                     for tile in grid.get(m, ()):
-
-                        def up(orders, weights, r, tile=tile):
-                            out = torch.empty_like(h)
-                            a = orders[isinstance(tile, DecodeTile)]
-                            _gemm(
-                                *a, w.w13, w.w13_scale, w.w13_global, out, weights, r, routes,
-                                shape.top_k, True, tile,
-                            )  # fmt: skip
-
-                        def down(_orders, weights, r, tile=tile, b=b):
-                            _gemm(*b, w.w2, w.w2_scale, w.w2_global, y, weights, r, routes, 1, False, tile)
-
+                        up = functools.partial(_tune_up, w, shape.top_k, tile)
+                        down = functools.partial(_tune_down, w, b, tile)
                         row = {"shape": name, "tokens": tokens, "path": path, "m": m}
                         row |= {"tile": list(astuple(tile))}
                         for key, call in (("up_ms", up), ("down_ms", down)):
@@ -538,8 +578,8 @@ def write(path: Path, text: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("run", "tune"))
-    parser.add_argument("--output", type=Path, required=True, help="JSON result file")
+    parser.add_argument("command", choices=("run", "tune", "compile"))
+    parser.add_argument("--output", type=Path, default=Path("e2m1-k32.json"), help="JSON result file")
     parser.add_argument("--table", type=Path, help="also write a Markdown table")
     parser.add_argument("--plot", type=Path, help="also write a plot (needs matplotlib)")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
@@ -553,6 +593,9 @@ def main() -> int:
         print("No CUDA device is visible: run this on the GPU host.", file=sys.stderr)
         return 2
     argv = [a.rsplit("/", 1)[-1] for a in sys.argv[1:]]
+    if args.command == "compile":
+        print("\n".join(compile_all(args)) or "all tiles compiled")
+        return 0
     result = (run if args.command == "run" else tune)(args, argv)
     write(args.output, json.dumps(result, indent=1) + "\n")
     if args.command == "run":

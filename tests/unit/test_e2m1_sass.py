@@ -63,7 +63,8 @@ def compile_kernel(arch: int, fp8: bool, gated: bool, m: int, tile):
     types = {
         "a_ptr": "*fp8e4nv" if fp8 else "*bf16", "a_scale_ptr": "*fp32", "w_ptr": "*u8", "ws_ptr": "*u8",
         "wg_ptr": "*fp32", "c_ptr": "*bf16", "topk_w_ptr": "*fp32", "sorted_ids_ptr": "*i32",
-        "expert_ids_ptr": "*i32", "num_post_pad_ptr": "*i32", "num_valid": "i32", "stride_am": "i32", "stride_cm": "i32",
+        "expert_ids_ptr": "*i32", "num_post_pad_ptr": "*i32", "num_valid": "i32", "stride_am": "i32",
+        "stride_cm": "i32",
     }  # fmt: skip
     signature = {name: "constexpr" if name in const else types[name] for name in kernel.arg_names}
     aligned = [

@@ -195,7 +195,8 @@ def _fp8_loop(
 def _tile(
     a_ptr, a_scale_ptr, w_ptr, ws_ptr, wg_ptr, c_ptr, topk_w_ptr, sorted_ids_ptr,
     e, first, pid_n, num_valid, stride_am, stride_cm,
-    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, FP8: tl.constexpr, GATED: tl.constexpr, PERMUTED: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, FP8: tl.constexpr, GATED: tl.constexpr,
+    PERMUTED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, USE_ASM: tl.constexpr,
 ):  # fmt: skip
     """One [BLOCK_N, BLOCK_M] tile: rows ``first..first + BLOCK_M`` of the sorted routes, expert ``e``.
@@ -246,7 +247,8 @@ def grouped_gemm_kernel(
     a_ptr, a_scale_ptr, w_ptr, ws_ptr, wg_ptr, c_ptr, topk_w_ptr,
     sorted_ids_ptr, expert_ids_ptr, num_post_pad_ptr,
     num_valid, stride_am, stride_cm,
-    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, FP8: tl.constexpr, GATED: tl.constexpr, PERMUTED: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, FP8: tl.constexpr, GATED: tl.constexpr,
+    PERMUTED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, USE_ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of BLOCK_M rows) x (N / BLOCK_N).  A block computes only as many columns as it has rows,

@@ -44,7 +44,7 @@ def reorder(x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
 def dequantize(
     weight: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor, dtype: torch.dtype = torch.float64
 ) -> torch.Tensor:
-    """Exact weights ``[..., N, K]`` in ``dtype`` from uint8 ``[..., N, K/2]``, E4M3 ``[..., N, K/32]``, float32 ``[...]``."""
+    """Exact weights [..., N, K] in ``dtype`` from uint8 [..., N, K/2], E4M3 [..., N, K/32], float32 [...]."""
     table = torch.tensor(E2M1_VALUES, dtype=dtype, device=weight.device)
     codes = torch.stack((weight & 15, weight >> 4), -1).flatten(-2)
     values = table[codes.long()]
@@ -80,7 +80,8 @@ class E2M1Experts:
         i = n13 // 2
         if n13 % 2 or h % K_ALIGN or i % K_ALIGN:
             raise ValueError(
-                f"w13 {tuple(self.w13.shape)}: hidden size {h} and intermediate size {n13 / 2:g} must be multiples of {K_ALIGN}."
+                f"w13 {tuple(self.w13.shape)}: hidden size {h} and intermediate size {n13 / 2:g} must be "
+                f"multiples of {K_ALIGN}."
             )
         expected = {
             "w13": (e, 2 * i, h // 2),

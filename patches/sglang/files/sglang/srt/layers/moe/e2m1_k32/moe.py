@@ -79,7 +79,8 @@ def _gemm(
 def _check(x: torch.Tensor, experts: E2M1Experts, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> None:
     if x.dtype != torch.bfloat16 or x.dim() != 2 or x.shape[1] != experts.hidden_size or x.stride(1) != 1:
         raise ValueError(
-            f"x is {x.dtype} {tuple(x.shape)}, expected torch.bfloat16 [tokens, {experts.hidden_size}] with unit column stride."
+            f"x is {x.dtype} {tuple(x.shape)}, expected torch.bfloat16 [tokens, {experts.hidden_size}] with unit "
+            "column stride."
         )
     if topk_ids.dtype not in (torch.int32, torch.int64) or topk_ids.dim() != 2 or not topk_ids.is_contiguous():
         raise ValueError(
@@ -126,13 +127,12 @@ def fused_experts(
     routing, xp = group_routes(topk_ids, experts.num_experts, tiles.m, None if fp8 else x, tiles.decode)
     h = torch.empty((routes, experts.intermediate_size), dtype=torch.bfloat16, device=x.device)
     y = torch.empty((routes, experts.hidden_size), dtype=torch.bfloat16, device=x.device)
+    w = experts
     a, a_scale = quantize_rows(x) if fp8 else (xp, None)
     _gemm(
-        a, a_scale, experts.w13, experts.w13_scale, experts.w13_global, h, topk_weights, routing, routes, top_k, True, tiles.up
+        a, a_scale, w.w13, w.w13_scale, w.w13_global, h, topk_weights, routing, routes, top_k, True, tiles.up
     )  # fmt: skip
     b, b_scale = quantize_rows(h) if fp8 else (h, None)
-    _gemm(
-        b, b_scale, experts.w2, experts.w2_scale, experts.w2_global, y, topk_weights, routing, routes, 1, False, tiles.down
-    )  # fmt: skip
+    _gemm(b, b_scale, w.w2, w.w2_scale, w.w2_global, y, topk_weights, routing, routes, 1, False, tiles.down)
     sum_routes(y, topk_ids, experts.num_experts, out)
     return out

@@ -54,7 +54,8 @@ def _scatter(ids, valid, routes, sorted_ids_ptr, cursor_ptr):
 def prepare_small_kernel(
     topk_ids_ptr, num_routes, num_experts, sorted_ids_ptr, capacity, expert_ids_ptr, num_post_pad_ptr, cursor_ptr,
     x_ptr, xp_ptr, K, stride_x, num_cols,
-    ROUTES: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, PERMUTE: tl.constexpr, DECODE: tl.constexpr,
+    ROUTES: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, PERMUTE: tl.constexpr,
+    DECODE: tl.constexpr,
 ):  # fmt: skip
     """Program 0 groups the routes (one thread block is enough for decode), the others reorder x: one launch."""
     pid = tl.program_id(0)
@@ -127,7 +128,8 @@ def sum_routes_kernel(
 
 
 class Routing:
-    """``sorted_ids`` int32 [capacity], ``expert_ids`` int32 [blocks], ``num_post_pad`` int32 [1], ``num_blocks`` (bound)."""
+    """Buffers of one grouping: ``sorted_ids`` int32 [capacity], ``expert_ids`` int32 [num_blocks],
+    ``num_post_pad`` int32 [1]; ``num_blocks`` bounds the blocks of any routing of this size."""
 
     def __init__(self, num_routes: int, num_experts: int, block_m: int, device: torch.device):
         self.block_m = block_m

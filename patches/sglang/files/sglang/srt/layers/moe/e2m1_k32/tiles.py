@@ -59,7 +59,7 @@ W4A16_TILES = {
         (10, MoeTiles(16, Tile(64, 256, 4, 3), Tile(128, 128, 4, 3))),
         (20, MoeTiles(32, Tile(64, 256, 4, 3), Tile(128, 128, 4, 3, 128))),
         (40, MoeTiles(32, Tile(128, 128, 4, 3), Tile(128, 128, 4, 3, 128))),
-        (80, MoeTiles(64, Tile(128, 128, 4, 3), Tile(128, 128, 4, 3, 168))),
+        (90, MoeTiles(64, Tile(128, 128, 4, 3), Tile(128, 128, 4, 3, 168))),
         (170, MoeTiles(128, Tile(128, 128, 8, 3, 128), Tile(256, 128, 8, 4))),
         (float("inf"), MoeTiles(256, Tile(128, 128, 8, 3), Tile(128, 128, 8, 3))),
     ),
@@ -84,12 +84,17 @@ FP8_TILES = {
 }
 
 
-def pick_tiles(num_routes: int, num_experts: int, fp8: bool, decode: bool, arch: int = 90) -> MoeTiles:
-    """Tiles for ``num_routes`` token-expert rows over ``num_experts`` local experts.
+def tile_table(fp8: bool, decode: bool, arch: int = 90) -> tuple[tuple[float, MoeTiles], ...]:
+    """(largest mean number of routes per expert, tiles) in rising order.
 
     ``decode``: the W4A16 decode kernel may be used (both K are multiples of its step of 256).
-    ``arch``: 90 or 120; anything from 100 up uses the sm_120 table.
+    ``arch``: 90 or 120; anything from 100 up uses the sm_120 tables.
     """
-    mean, arch = num_routes / num_experts, 90 if arch < 100 else 120
-    table = FP8_TILES[arch] if fp8 else (DECODE_TILES[arch] if decode else ()) + W4A16_TILES[arch]
-    return next(tiles for limit, tiles in table if mean <= limit)
+    arch = 90 if arch < 100 else 120
+    return FP8_TILES[arch] if fp8 else (DECODE_TILES[arch] if decode else ()) + W4A16_TILES[arch]
+
+
+def pick_tiles(num_routes: int, num_experts: int, fp8: bool, decode: bool, arch: int = 90) -> MoeTiles:
+    """Tiles for ``num_routes`` token-expert rows over ``num_experts`` local experts (see ``tile_table``)."""
+    mean = num_routes / num_experts
+    return next(tiles for limit, tiles in tile_table(fp8, decode, arch) if mean <= limit)
