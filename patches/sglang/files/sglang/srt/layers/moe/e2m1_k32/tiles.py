@@ -46,7 +46,7 @@ class MoeTiles:
 # (largest mean number of routes per expert, tiles): the first match wins.
 DECODE_TILES = {
     90: (
-        (0.05, MoeTiles(8, DecodeTile(64, 4), DecodeTile(64, 4))),
+        (0.1, MoeTiles(8, DecodeTile(64, 4), DecodeTile(64, 4))),
         (5.5, MoeTiles(8, DecodeTile(128, 4), DecodeTile(128, 4))),
     ),
     120: (
