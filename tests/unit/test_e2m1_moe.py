@@ -26,6 +26,7 @@ CASES = {
     "uneven_routing": {"tokens": 40, "experts": 4, "skew": True},
     "partial_blocks": {"tokens": 37, "experts": 2, "top_k": 1, "block": 32},
     "narrow_tail": {"tokens": 70, "experts": 2, "top_k": 1, "block": 64},
+    "three_quarters": {"tokens": 210, "experts": 1, "top_k": 1, "block": 128},
     "zero_scales": {"tokens": 5, "zero_scales": 0.3},
     "zero_activations": {"tokens": 5, "zero_x": True},
     "zero_tokens": {"tokens": 0},

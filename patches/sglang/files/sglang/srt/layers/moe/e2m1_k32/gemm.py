@@ -131,30 +131,61 @@ def _unpack_e4m3(w, USE_ASM: tl.constexpr):
 
 
 @triton.jit
+def _w4a16_weights(w_ptrs, s_ptrs, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, USE_ASM: tl.constexpr):
+    """One K step of weights, [BLOCK_N, BLOCK_K], in the order of the stored activations, value * 2^-9."""
+    G: tl.constexpr = BLOCK_K // 128
+    q = tl.load(w_ptrs)
+    s8 = tl.load(s_ptrs)
+    n0, n1, n2, n3, n4, n5, n6, n7 = _dequant_bf16(q, s8, 4 * G, BLOCK_N, USE_ASM)
+    lo = tl.join(tl.join(n0, n4), tl.join(n1, n5))
+    hi = tl.join(tl.join(n2, n6), tl.join(n3, n7))
+    # dims [rows, block, t, w, half, pair & 1, pair >> 1] -> K position bits w, pair, t, half (layout.py)
+    x = tl.join(lo, hi).reshape(BLOCK_N, G, 4, 4, 2, 2, 2).permute(0, 1, 3, 6, 5, 2, 4)
+    return x.reshape(BLOCK_N, BLOCK_K)
+
+
+@triton.jit
+def _dot(x, a, acc, USE_ASM: tl.constexpr):
+    if not USE_ASM:  # the interpreter multiplies BF16 as integers
+        x = x.to(tl.float32)
+        a = a.to(tl.float32)
+    return tl.dot(x, a, acc=acc)
+
+
+@triton.jit
 def _w4a16_loop(
     a_ptrs, amask, w_ptrs, s_ptrs,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, USE_ASM: tl.constexpr,
 ):  # fmt: skip
-    G: tl.constexpr = BLOCK_K // 128
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for _ in range(0, K, BLOCK_K):
-        q = tl.load(w_ptrs)
-        s8 = tl.load(s_ptrs)
         a = tl.load(a_ptrs, mask=amask, other=0.0)
-        n0, n1, n2, n3, n4, n5, n6, n7 = _dequant_bf16(q, s8, 4 * G, BLOCK_N, USE_ASM)
-        lo = tl.join(tl.join(n0, n4), tl.join(n1, n5))
-        hi = tl.join(tl.join(n2, n6), tl.join(n3, n7))
-        # dims [rows, block, t, w, half, pair & 1, pair >> 1] -> K position bits w, pair, t, half (layout.py)
-        x = tl.join(lo, hi).reshape(BLOCK_N, G, 4, 4, 2, 2, 2).permute(0, 1, 3, 6, 5, 2, 4)
-        x = x.reshape(BLOCK_N, BLOCK_K)
-        if not USE_ASM:  # the interpreter multiplies BF16 as integers
-            x = x.to(tl.float32)
-            a = a.to(tl.float32)
-        acc = tl.dot(x, a, acc=acc)
+        acc = _dot(_w4a16_weights(w_ptrs, s_ptrs, BLOCK_N, BLOCK_K, USE_ASM), a, acc, USE_ASM)
         w_ptrs += BLOCK_K // 8
         s_ptrs += BLOCK_K // 32
         a_ptrs += BLOCK_K
     return acc * 512.0  # 2^9, exact
+
+
+@triton.jit
+def _w4a16_pair_loop(
+    a_ptrs, amask, b_ptrs, bmask, w_ptrs, s_ptrs,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, USE_ASM: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_M rows (a) and BLOCK_M / 2 more (b): three quarters of a block with the weights unpacked once."""
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    bcc = tl.zeros((BLOCK_N, BLOCK_M // 2), dtype=tl.float32)
+    for _ in range(0, K, BLOCK_K):
+        a = tl.load(a_ptrs, mask=amask, other=0.0)
+        b = tl.load(b_ptrs, mask=bmask, other=0.0)
+        x = _w4a16_weights(w_ptrs, s_ptrs, BLOCK_N, BLOCK_K, USE_ASM)
+        acc = _dot(x, a, acc, USE_ASM)
+        bcc = _dot(x, b, bcc, USE_ASM)
+        w_ptrs += BLOCK_K // 8
+        s_ptrs += BLOCK_K // 32
+        a_ptrs += BLOCK_K
+        b_ptrs += BLOCK_K
+    return acc * 512.0, bcc * 512.0  # 2^9, exact
 
 
 @triton.jit
@@ -192,21 +223,13 @@ def _fp8_loop(
 
 
 @triton.jit
-def _tile(
-    a_ptr, a_scale_ptr, w_ptr, ws_ptr, wg_ptr, c_ptr, topk_w_ptr, sorted_ids_ptr,
-    e, first, pid_n, num_valid, stride_am, stride_cm,
-    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, FP8: tl.constexpr, GATED: tl.constexpr,
-    PERMUTED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, USE_ASM: tl.constexpr,
-):  # fmt: skip
-    """One [BLOCK_N, BLOCK_M] tile: rows ``first..first + BLOCK_M`` of the sorted routes, expert ``e``.
+def _weight_rows(pid_n, N: tl.constexpr, GATED: tl.constexpr, PERMUTED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Weight row of each tile row.
 
     GATED: N = 2 * I weight rows give I outputs silu(gate) * up.  Tile row 16 j + 8 h + g is gate (h = 0) or up
     (h = 1) of output 8 j + g, which is how the matrix instructions deal rows to a thread: the product needs
     no exchange.  PERMUTED: output position p holds element W4A16_ORDER[p], ready for the next GEMM.
     """
-    offs_t = tl.load(sorted_ids_ptr + first + tl.arange(0, BLOCK_M))
-    tmask = offs_t < num_valid
     rows = tl.arange(0, BLOCK_N)
     if GATED:
         out = pid_n * (BLOCK_N // 2) + rows // 16 * 8 + rows % 8
@@ -216,10 +239,51 @@ def _tile(
         offs_n = out + rows // 8 % 2 * (N // 2)
     else:
         offs_n = pid_n * BLOCK_N + rows
-    row_a = (offs_t // TOP_K).to(tl.int64)
-    a_ptrs = a_ptr + tl.arange(0, 32 if FP8 else BLOCK_K)[:, None] + (row_a * stride_am)[None, :]
+    return offs_n
+
+
+@triton.jit
+def _rows_of(sorted_ids_ptr, first, num_valid, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Routes ``first..first + BLOCK_M``, which of them are valid, and their activation rows."""
+    offs_t = tl.load(sorted_ids_ptr + first + tl.arange(0, BLOCK_M))
+    return offs_t, offs_t < num_valid, (offs_t // TOP_K).to(tl.int64)
+
+
+@triton.jit
+def _finish(
+    acc, offs_t, tmask, global_scale, c_ptr, topk_w_ptr, pid_n, stride_cm,
+    GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Global scale, SiLU or route weight, store."""
+    acc = acc * global_scale
+    if GATED:
+        acc = acc.reshape(BLOCK_N // 16, 2, 8, BLOCK_M).permute(0, 2, 3, 1).reshape(BLOCK_N // 2, BLOCK_M, 2)
+        gate, up = tl.split(acc)
+        acc = gate / (1.0 + tl.exp(-gate)) * up
+        offs_c = pid_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    else:
+        acc = acc * tl.load(topk_w_ptr + offs_t, mask=tmask, other=0.0).to(tl.float32)[None, :]
+        offs_c = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    c_ptrs = c_ptr + offs_c[:, None] + (offs_t.to(tl.int64) * stride_cm)[None, :]
+    tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=tmask[None, :])
+
+
+@triton.jit
+def _tile(
+    a_ptr, a_scale_ptr, w_ptr, ws_ptr, wg_ptr, c_ptr, topk_w_ptr, sorted_ids_ptr,
+    e, first, pid_n, num_valid, stride_am, stride_cm,
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, FP8: tl.constexpr, GATED: tl.constexpr,
+    PERMUTED: tl.constexpr, PAIR: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, USE_ASM: tl.constexpr,
+):  # fmt: skip
+    """One tile of BLOCK_N weight rows and BLOCK_M (PAIR: and BLOCK_M / 2 more) sorted routes of expert ``e``."""
+    offs_t, tmask, row_a = _rows_of(sorted_ids_ptr, first, num_valid, TOP_K, BLOCK_M)
+    offs_n = _weight_rows(pid_n, N, GATED, PERMUTED, BLOCK_N)
+    offs_k = tl.arange(0, 32 if FP8 else BLOCK_K)[:, None]
+    a_ptrs = a_ptr + offs_k + (row_a * stride_am)[None, :]
     w_ptr += e * N * (K // 2)
     ws_ptr += e * N * (K // 32)
+    global_scale = tl.load(wg_ptr + e)
     if FP8:
         w_ptrs = w_ptr + offs_n[:, None] * (K // 2) + tl.arange(0, BLOCK_K // 2)[None, :]
         s_ptrs = ws_ptr.to(tl.pointer_type(tl.int32)) + offs_n * (K // 128)
@@ -228,18 +292,18 @@ def _tile(
     else:
         w_ptrs = w_ptr.to(tl.pointer_type(tl.int32)) + offs_n[:, None] * (K // 8) + tl.arange(0, BLOCK_K // 8)[None, :]
         s_ptrs = ws_ptr + offs_n[:, None] * (K // 32) + tl.arange(0, BLOCK_K // 32)[None, :]
-        acc = _w4a16_loop(a_ptrs, tmask[None, :], w_ptrs, s_ptrs, K, BLOCK_M, BLOCK_N, BLOCK_K, USE_ASM)
-    acc = acc * tl.load(wg_ptr + e)
-    if GATED:
-        acc = acc.reshape(BLOCK_N // 16, 2, 8, BLOCK_M).permute(0, 2, 3, 1).reshape(BLOCK_N // 2, BLOCK_M, 2)
-        gate, up = tl.split(acc)
-        acc = gate / (1.0 + tl.exp(-gate)) * up
-        offs_c = pid_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-    else:
-        acc = acc * tl.load(topk_w_ptr + offs_t, mask=tmask, other=0.0).to(tl.float32)[None, :]
-        offs_c = offs_n
-    c_ptrs = c_ptr + offs_c[:, None] + (offs_t.to(tl.int64) * stride_cm)[None, :]
-    tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=tmask[None, :])
+        if PAIR:
+            offs_u, umask, row_b = _rows_of(sorted_ids_ptr, first + BLOCK_M, num_valid, TOP_K, BLOCK_M // 2)
+            b_ptrs = a_ptr + offs_k + (row_b * stride_am)[None, :]
+            acc, bcc = _w4a16_pair_loop(
+                a_ptrs, tmask[None, :], b_ptrs, umask[None, :], w_ptrs, s_ptrs, K, BLOCK_M, BLOCK_N, BLOCK_K, USE_ASM
+            )
+            _finish(
+                bcc, offs_u, umask, global_scale, c_ptr, topk_w_ptr, pid_n, stride_cm, GATED, BLOCK_M // 2, BLOCK_N
+            )  # fmt: skip
+        else:
+            acc = _w4a16_loop(a_ptrs, tmask[None, :], w_ptrs, s_ptrs, K, BLOCK_M, BLOCK_N, BLOCK_K, USE_ASM)
+    _finish(acc, offs_t, tmask, global_scale, c_ptr, topk_w_ptr, pid_n, stride_cm, GATED, BLOCK_M, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=["num_valid"])
@@ -252,7 +316,8 @@ def grouped_gemm_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, USE_ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of BLOCK_M rows) x (N / BLOCK_N).  A block computes only as many columns as it has rows,
-    rounded up to BLOCK_M, BLOCK_M/2 or BLOCK_M/4 (at least 16): padding launches no matrix instruction."""
+    rounded up to a quarter (at least 16), half, from BLOCK_M = 128 on three quarters (W4A16), or all of BLOCK_M:
+    padding launches no matrix instruction."""
     pid = tl.program_id(0)
     num_n = N // BLOCK_N
     pid_m = pid // num_n
@@ -265,21 +330,26 @@ def grouped_gemm_kernel(
         return
     M2: tl.constexpr = BLOCK_M // 2 if BLOCK_M >= 32 else BLOCK_M
     M4: tl.constexpr = BLOCK_M // 4 if BLOCK_M >= 64 else M2
+    M34: tl.constexpr = M2 + M4 if BLOCK_M >= 128 and not FP8 else M2
     if BLOCK_M <= 16:
         _tile(a_ptr, a_scale_ptr, w_ptr, ws_ptr, wg_ptr, c_ptr, topk_w_ptr, sorted_ids_ptr,
               e, first, pid_n, num_valid, stride_am, stride_cm,
-              N, K, TOP_K, FP8, GATED, PERMUTED, BLOCK_M, BLOCK_N, BLOCK_K, USE_ASM)  # fmt: skip
+              N, K, TOP_K, FP8, GATED, PERMUTED, False, BLOCK_M, BLOCK_N, BLOCK_K, USE_ASM)  # fmt: skip
     else:
-        # Routes fill a block from its start, so one id tells whether the upper part is empty.
-        if tl.load(sorted_ids_ptr + first + M2) < num_valid:
+        # Routes fill a block from its start, so single ids tell which parts are empty.
+        if tl.load(sorted_ids_ptr + first + M34) < num_valid:
             _tile(a_ptr, a_scale_ptr, w_ptr, ws_ptr, wg_ptr, c_ptr, topk_w_ptr, sorted_ids_ptr,
                   e, first, pid_n, num_valid, stride_am, stride_cm,
-                  N, K, TOP_K, FP8, GATED, PERMUTED, BLOCK_M, BLOCK_N, BLOCK_K, USE_ASM)  # fmt: skip
+                  N, K, TOP_K, FP8, GATED, PERMUTED, False, BLOCK_M, BLOCK_N, BLOCK_K, USE_ASM)  # fmt: skip
+        elif M34 > M2 and tl.load(sorted_ids_ptr + first + M2) < num_valid:
+            _tile(a_ptr, a_scale_ptr, w_ptr, ws_ptr, wg_ptr, c_ptr, topk_w_ptr, sorted_ids_ptr,
+                  e, first, pid_n, num_valid, stride_am, stride_cm,
+                  N, K, TOP_K, FP8, GATED, PERMUTED, M34 > M2, M2, BLOCK_N, BLOCK_K, USE_ASM)  # fmt: skip
         elif M4 < M2 and tl.load(sorted_ids_ptr + first + M4) >= num_valid:
             _tile(a_ptr, a_scale_ptr, w_ptr, ws_ptr, wg_ptr, c_ptr, topk_w_ptr, sorted_ids_ptr,
                   e, first, pid_n, num_valid, stride_am, stride_cm,
-                  N, K, TOP_K, FP8, GATED, PERMUTED, M4, BLOCK_N, BLOCK_K, USE_ASM)  # fmt: skip
+                  N, K, TOP_K, FP8, GATED, PERMUTED, False, M4, BLOCK_N, BLOCK_K, USE_ASM)  # fmt: skip
         else:
             _tile(a_ptr, a_scale_ptr, w_ptr, ws_ptr, wg_ptr, c_ptr, topk_w_ptr, sorted_ids_ptr,
                   e, first, pid_n, num_valid, stride_am, stride_cm,
-                  N, K, TOP_K, FP8, GATED, PERMUTED, M2, BLOCK_N, BLOCK_K, USE_ASM)  # fmt: skip
+                  N, K, TOP_K, FP8, GATED, PERMUTED, False, M2, BLOCK_N, BLOCK_K, USE_ASM)  # fmt: skip

@@ -144,12 +144,17 @@ class Routing:
         self.num_post_pad = scratch[size - 1 :]
 
 
+def _columns(k: int) -> int:
+    """Largest power of two up to 1024 that divides ``k`` (a multiple of 128): no block is partly idle."""
+    return min(1024, k & -k)
+
+
 def permute_activations(x: torch.Tensor, decode: bool = False) -> torch.Tensor:
     """BF16 ``x`` [T, K] in ``W4A16_ORDER``, or for the decode kernel in ``DECODE_ORDER``."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
         k = x.shape[1]
-        block = min(1024, triton.next_power_of_2(k))
+        block = _columns(k)
         permute_kernel[(x.shape[0], triton.cdiv(k, block))](
             x, out, k, x.stride(0), BLOCK=block, DECODE=decode, num_warps=4
         )
@@ -176,7 +181,7 @@ def group_routes(
             src = topk_ids
         else:
             k, stride = x.shape[1], x.stride(0)
-            block = min(1024, triton.next_power_of_2(k))
+            block = _columns(k)
             cols = triton.cdiv(k, block)
             src, xp, programs = x, torch.empty(x.shape, dtype=x.dtype, device=x.device), 1 + x.shape[0] * cols
         prepare_small_kernel[(programs,)](
@@ -216,7 +221,7 @@ def group_routes(
 def sum_routes(y: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, out: torch.Tensor) -> None:
     """``out`` [T, H] = sum over the valid routes of ``y`` [T * top_k, H] (already weighted)."""
     tokens, h = out.shape
-    block = min(1024, triton.next_power_of_2(h))
+    block = _columns(h)
     sum_routes_kernel[(tokens, triton.cdiv(h, block))](
         y, topk_ids, out, num_experts, h, out.stride(0), TOP_K=topk_ids.shape[1], BLOCK=block, num_warps=4
     )
