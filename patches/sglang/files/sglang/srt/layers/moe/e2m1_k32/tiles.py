@@ -66,7 +66,7 @@ W4A16_TILES = {
     ),
     120: (
         (16, MoeTiles(16, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3))),
-        (48, MoeTiles(32, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3))),
+        (48, MoeTiles(32, Tile(128, 128, 8, 3), Tile(128, 128, 8, 3))),
         (float("inf"), MoeTiles(64, Tile(128, 128, 8, 3), Tile(128, 128, 8, 3))),
     ),
 }
