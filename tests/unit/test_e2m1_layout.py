@@ -1,15 +1,25 @@
 """The E2M1-K32 format facts the kernels rest on, checked exhaustively, and what a wrong tensor is told."""
 
+import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "patches/sglang/files/sglang/srt/layers/moe/e2m1_k32"))
+PACKAGE = Path(__file__).resolve().parents[2] / "patches/sglang/files/sglang/srt/layers/moe/e2m1_k32"
 
-import layout  # noqa: E402  (by file: the package itself imports triton)
-from tiles import DECODE_TILES, FP8_TILES, W4A16_TILES, DecodeTile, pick_tiles, tile_table  # noqa: E402
+
+def load(name: str):
+    """One module of the package by file, because the package itself imports triton."""
+    spec = importlib.util.spec_from_file_location(f"e2m1_k32_{name}", PACKAGE / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+layout, tiles = load("layout"), load("tiles")
 
 E2M1 = torch.tensor(layout.E2M1_VALUES, dtype=torch.float64)
 CODES = torch.arange(16, dtype=torch.int32)
@@ -99,13 +109,13 @@ def test_a_wrong_tensor_is_named(name, replacement, message):
 @pytest.mark.parametrize("arch", [90, 120])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_tile_tables_rise_and_cover_every_load(arch, fp8):
-    limits = [limit for limit, _ in tile_table(fp8, True, arch)]
+    limits = [limit for limit, _ in tiles.tile_table(fp8, True, arch)]
     assert limits == sorted(limits) and limits[-1] == float("inf")
     for routes in (1, 8, 1000, 10**7):
-        assert pick_tiles(routes, 288, fp8, True, arch).m >= 8
+        assert tiles.pick_tiles(routes, 288, fp8, True, arch).m >= 8
 
 
 def test_only_decode_tables_hold_decode_tiles():
-    for table in (W4A16_TILES, FP8_TILES):
-        assert not any(isinstance(t, DecodeTile) for rows in table.values() for _, m in rows for t in (m.up, m.down))
-    assert all(tiles.decode for rows in DECODE_TILES.values() for _, tiles in rows)
+    for table in (tiles.W4A16_TILES, tiles.FP8_TILES):
+        assert not any(moe.decode for rows in table.values() for _, moe in rows)
+    assert all(moe.decode for rows in tiles.DECODE_TILES.values() for _, moe in rows)
