@@ -24,18 +24,19 @@ help: ## this list
 	@echo "  BASE_IMAGE=name@sha256:...   another base image in its place"
 
 .PHONY: image
-image: host ## build, check in the container and tag :candidate (ARTIFACT=...)
+image: ## build, check in the container and tag :candidate (ARTIFACT=...)
 	@[ -n "$(ARTIFACT)" ] || { echo "rejected: say which image, for example make image ARTIFACT=mova-fp8" >&2; exit 1; }
+	@images/host.sh >/dev/null
 	@python3 images/build.py "$(ARTIFACT)" --cache "$(HORIZON_CACHE)"
 
 .PHONY: test
 test: host lint unit series ## every test: lint, host, patch series, then build all images and test inside them
 	@for artifact in $(ARTIFACTS); do python3 images/build.py $$artifact --cache "$(HORIZON_CACHE)"; done
 	@for artifact in $(ARTIFACTS); do tests/in_container.sh $$artifact; done
-	@$(TOOLS)/bin/pytest -q tests/image
+	@tools=$(TOOLS); $$tools/bin/pytest -q tests/image
 
 .PHONY: host
-host:
+host: ## install what is missing here and start the container engine (root on Debian or Ubuntu)
 	@images/host.sh >/dev/null
 
 .PHONY: lint
@@ -53,7 +54,7 @@ format: ## let ruff sort imports and lay out the Python files
 
 .PHONY: unit
 unit: ## the tests that need neither container nor torch
-	@$(TOOLS)/bin/pytest -q tests/unit
+	@tools=$(TOOLS); $$tools/bin/pytest -q tests/unit
 
 .PHONY: series
 series: ## the patch series against the locked engine wheel

@@ -11,7 +11,6 @@ recorded in the image, refused with --strict.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -23,6 +22,8 @@ import tomllib
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from images.wheels import sha256_of
+from qualify.cli import Parser
 from qualify.errors import CannotRun, Rejected, exit_code
 
 HERE = Path(__file__).resolve().parent
@@ -111,7 +112,7 @@ def bootstrap(folder: Path) -> dict[str, str]:
 def build(cache: Path, strict: bool) -> Path:
     """Return the cached base for today's settings and lock; bootstrap it where there is none.
 
-    Raises Rejected for drift under ``strict``.
+    Raises Rejected for a cached base whose bytes have changed, and for drift under ``strict``.
     """
     base, epoch = settings()
     key = hashlib.sha256(json.dumps([base, epoch, CLEAN]).encode() + LOCK.read_bytes()).hexdigest()[:16]
@@ -124,10 +125,11 @@ def build(cache: Path, strict: bool) -> Path:
             packages = bootstrap(Path(new))
             lines = drift(read_packages(LOCK.read_text()), packages)
             Path(new, "drift.txt").write_text("".join(f"{line}\n" for line in lines))
-            with Path(new, "rootfs.tar").open("rb") as file:
-                Path(new, "rootfs.sha256").write_text(hashlib.file_digest(file, "sha256").hexdigest() + "\n")
+            Path(new, "rootfs.sha256").write_text(sha256_of(Path(new, "rootfs.tar")) + "\n")
             Path(new).rename(folder)
             Path(new).mkdir()  # for the context manager to remove
+    elif sha256_of(folder / "rootfs.tar") != (folder / "rootfs.sha256").read_text().strip():
+        raise Rejected(f"cached {folder / 'rootfs.tar'} is not what mmdebstrap wrote; delete the folder and run again")
     lines = (folder / "drift.txt").read_text().splitlines()
     for line in lines:
         print(f"base drift: {line}", file=sys.stderr)
@@ -150,7 +152,7 @@ def lock(cache: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("command", choices=["build", "lock"])
     parser.add_argument("--cache", type=Path, required=True)
     parser.add_argument("--strict", action="store_true")

@@ -10,7 +10,6 @@ BASE_IMAGE=name@sha256:... replaces the Debian base; STRICT=1 refuses a base tha
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import fcntl
 import os
@@ -29,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from images import base, wheels
 from images.docker import Docker, find, last_line
 from images.stage import artifacts, stage
+from qualify.cli import Parser
 from qualify.errors import CannotRun, Rejected, exit_code
 
 REPOSITORY = "horizon-images"
@@ -41,12 +41,18 @@ LOCKED_DOWN = [
     "--tmpfs=/tmp:exec,mode=1777", "--tmpfs=/var/cache/horizon:exec,mode=777",
 ]  # fmt: skip
 
+DOCKER_RUN_FAILED = 125  # `docker run` itself, as opposed to the command in the container
+
 
 @contextlib.contextmanager
 def exclusive(cache: Path) -> Iterator[None]:
     """One build at a time in one cache: the stage and partial downloads are shared."""
-    cache.mkdir(parents=True, exist_ok=True)
-    with (cache / "lock").open("w") as file:
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        file = (cache / "lock").open("w")
+    except OSError as error:
+        raise CannotRun(f"the cache {cache} cannot be used: {error.strerror}; set HORIZON_CACHE") from None
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -122,8 +128,13 @@ def build_error(text: str) -> str:
 
 
 def check(docker: Docker, image: str) -> None:
-    """The CPU tier of the qualification inside a locked-down container. Raises Rejected where it does not pass."""
+    """The CPU tier of the qualification inside a locked-down container.
+
+    Raises Rejected where it does not pass, CannotRun where the container does not start.
+    """
     done = docker.run("run", *LOCKED_DOWN, image, "python3", "-m", "qualify", "run", "--tier", "cpu", check=False)
+    if done.returncode == DOCKER_RUN_FAILED:
+        raise CannotRun("the container for the check did not start (above); nothing was tagged")
     if done.returncode:
         raise Rejected(
             f"the image failed its check in the container (above, exit {done.returncode}); nothing was tagged"
@@ -132,8 +143,6 @@ def check(docker: Docker, image: str) -> None:
 
 def prepare(artifact: str, cache: Path) -> tuple[Path, dict]:
     """Fetch and verify everything, and stage the build context."""
-    if artifact not in artifacts():
-        raise Rejected(f"ARTIFACT={artifact}: unknown; there are {', '.join(artifacts())} (recipes/*.toml)")
     wheels.fetch(wheels.read_lock(), cache / "wheels")
     if image := base_image():
         return stage(artifact, cache, {"image": image})
@@ -142,6 +151,9 @@ def prepare(artifact: str, cache: Path) -> tuple[Path, dict]:
 
 def build(artifact: str, cache: Path) -> None:
     began = time.monotonic()
+    if artifact not in artifacts():
+        raise Rejected(f"ARTIFACT={artifact}: unknown; there are {', '.join(artifacts())} (recipes/*.toml)")
+    base_image()  # a wrong one is refused before gigabytes are fetched
     docker = find()
     with exclusive(cache):
         context, identity = prepare(artifact, cache)
@@ -157,7 +169,7 @@ def build(artifact: str, cache: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("artifact")
     parser.add_argument("--cache", type=Path, required=True)
     args = parser.parse_args()

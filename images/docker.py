@@ -10,6 +10,7 @@ first on PATH. So every client is asked to build an empty image, and the first t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -68,8 +69,11 @@ def probe(path: str) -> Docker | str:
     with tempfile.TemporaryDirectory() as context:
         Path(context, "Dockerfile").write_text('FROM scratch\nLABEL probe="1"\n')
         for docker in ways:
-            done = docker.run(*docker.build, "--quiet", "--network=none", context,
-                              capture_output=True, text=True, check=False)  # fmt: skip
+            try:
+                done = docker.run(*docker.build, "--quiet", "--network=none", context,
+                                  capture_output=True, text=True, check=False)  # fmt: skip
+            except OSError as error:  # not there, not for this machine
+                return f"{path}: {error.strerror}"
             if done.returncode == 0:
                 return docker
             reasons.append(last_line(done.stderr))
@@ -92,11 +96,12 @@ def find() -> Docker:
 
 def ping() -> bool:
     """Whether any client here reaches an engine."""
-    return any(
-        Docker(path, []).run("version", "--format", "{{.Server.Version}}", capture_output=True, check=False).returncode
-        == 0
-        for path in candidates()
-    )
+    for path in candidates():
+        with contextlib.suppress(OSError):
+            done = Docker(path, []).run("version", "--format", "{{.Server.Version}}", capture_output=True, check=False)
+            if done.returncode == 0:
+                return True
+    return False
 
 
 def main() -> int:

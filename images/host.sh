@@ -33,7 +33,9 @@ missing() {
 install() {
   echo "installing: $*" >&2
   local output
-  if ! output=$( (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@") 2>&1); then
+  # --no-remove: another container engine of the machine's would conflict with ours, and -y would let it go.
+  if ! output=$( (apt-get update -qq &&
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-remove --no-install-recommends "$@") 2>&1); then
     refuse "apt-get could not install $*: $(echo "$output" | tail -1)"
   fi
 }
@@ -76,7 +78,7 @@ if client=$(python3 "$here/docker.py" find 2>/dev/null); then
   exit 0
 fi
 # No client can build: the engine may be missing, stopped, or every client may lack BuildKit.
-if [ -z "${DOCKER_HOST:-}" ] && ! answers && command -v dockerd >/dev/null && [ "$(id -u)" = 0 ]; then
+if [ -z "${DOCKER_HOST:-}" ] && command -v "${DOCKER:-docker}" >/dev/null && ! answers && command -v dockerd >/dev/null && [ "$(id -u)" = 0 ]; then
   start_engine
 fi
 if ! python3 "$here/docker.py" find >/dev/null 2>&1 && can_install; then
@@ -85,6 +87,6 @@ if ! python3 "$here/docker.py" find >/dev/null 2>&1 && can_install; then
     [ -z "$(apt-cache show --no-all-versions "$package" 2>/dev/null)" ] || engine+=("$package")
   done
   install "${engine[@]}"
-  answers || start_engine
+  answers || [ -n "${DOCKER_HOST:-}" ] || start_engine
 fi
 exec python3 "$here/docker.py" find

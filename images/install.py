@@ -105,8 +105,8 @@ def wheels(layer: str) -> None:
     )  # fmt: skip
     shutil.rmtree(cache)
     shutil.rmtree(uv.parent)
-    if patterns := json.loads((INPUT / "exclude.json").read_text()):
-        exclude(patterns)
+    # uv notes the times of the wheel files: not the same in two builds.
+    exclude([*json.loads((INPUT / "exclude.json").read_text()), "*.dist-info/uv_cache.json"])
     compile_all([path for path in SITE.rglob("*.py") if path not in present])
 
 

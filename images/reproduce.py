@@ -8,18 +8,21 @@ Equal layer digests: exit 0. Otherwise each differing layer is named with the fi
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import hashlib
 import json
 import shutil
+import subprocess
 import sys
 import tarfile
 import tempfile
 from pathlib import Path
+from typing import IO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from images import base, build, stage, wheels
 from images.docker import Docker, find
+from qualify.cli import Parser
 from qualify.errors import CannotRun, Rejected, exit_code
 
 
@@ -39,52 +42,54 @@ def _link(source: str, target: str) -> None:
     Path(target).hardlink_to(source)
 
 
-def contents(archive: Path) -> dict[str, str]:
+def contents(layer: IO[bytes]) -> dict[str, str]:
     """Path -> everything that a layer says of it: type, mode, owner, time, link target, content digest."""
     entries = {}
-    with tarfile.open(archive) as layer:
-        for member in layer:
-            digest = ""
-            if member.isreg():
-                digest = hashlib.file_digest(layer.extractfile(member), "sha256").hexdigest()
+    with tarfile.open(fileobj=layer, mode="r|") as tar:
+        for member in tar:
+            digest = hashlib.file_digest(tar.extractfile(member), "sha256").hexdigest() if member.isreg() else ""
             facts = (member.type, oct(member.mode), member.uid, member.gid, member.mtime, member.linkname, digest)
             entries[member.name] = " ".join(map(str, facts))
     return entries
 
 
-def layer_archives(docker: Docker, image: str, folder: Path) -> list[Path]:
-    """The layers of a saved image in order, as tar files below ``folder``."""
-    archive = folder / "image.tar"
-    docker.output("save", "--output", str(archive), image)
-    with tarfile.open(archive) as tar:
-        tar.extractall(folder, filter="data")
-    archive.unlink()
-    return [folder / name for name in json.loads((folder / "manifest.json").read_text())[0]["Layers"]]
+def saved_layers(docker: Docker, image: str) -> list[dict[str, str]]:
+    """The contents of each layer in order, read from `docker save` as a stream: nothing is written to disk."""
+    layers, manifest = {}, []
+    with (
+        subprocess.Popen([docker.path, "save", image], stdout=subprocess.PIPE) as process,
+        tarfile.open(fileobj=process.stdout, mode="r|") as archive,
+    ):
+        for member in archive:
+            if member.name == "manifest.json":
+                manifest = json.load(archive.extractfile(member))[0]["Layers"]
+            elif member.isreg():
+                # Layers are <id>/layer.tar or, in the OCI layout, blobs beside JSON documents.
+                with contextlib.suppress(tarfile.ReadError):
+                    layers[member.name] = contents(archive.extractfile(member))
+    return [layers[name] for name in manifest]
 
 
-def compare(docker: Docker, images: tuple[str, str], cache: Path) -> list[str]:
+def compare(docker: Docker, images: list[str]) -> list[str]:
     """One line for each differing layer and for each differing file in it; empty where the images are equal."""
     layers = [docker.inspect(image)["RootFS"]["Layers"] for image in images]
     if len(layers[0]) != len(layers[1]):
         return [f"{len(layers[0])} layers and {len(layers[1])}"]
     differing = [n for n, (first, second) in enumerate(zip(*layers, strict=True)) if first != second]
+    if not differing:
+        return []
+    saved = [saved_layers(docker, image) for image in images]
     lines = []
-    with tempfile.TemporaryDirectory(dir=cache) as first, tempfile.TemporaryDirectory(dir=cache) as second:
-        if differing:
-            archives = [
-                layer_archives(docker, image, Path(folder))
-                for image, folder in zip(images, (first, second), strict=True)
-            ]
-        for n in differing:
-            left, right = contents(archives[0][n]), contents(archives[1][n])
-            names = sorted(name for name in left.keys() | right.keys() if left.get(name) != right.get(name))
-            lines.append(f"layer {n}: {layers[0][n]} and {layers[1][n]}, {len(names)} paths differ")
-            lines += [f"  {name}: {left.get(name, 'absent')} | {right.get(name, 'absent')}" for name in names[:50]]
+    for n in differing:
+        left, right = saved[0][n], saved[1][n]
+        names = sorted(name for name in left.keys() | right.keys() if left.get(name) != right.get(name))
+        lines.append(f"layer {n}: {layers[0][n]} and {layers[1][n]}, {len(names)} paths differ")
+        lines += [f"  {name}: {left.get(name, 'absent')} | {right.get(name, 'absent')}" for name in names[:50]]
     return lines
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("artifact")
     parser.add_argument("--cache", type=Path, required=True)
     args = parser.parse_args()
@@ -94,15 +99,22 @@ def main() -> int:
     docker = find()
     with build.exclusive(cache):
         wheels.fetch(wheels.read_lock(), cache / "wheels")
-        if (free := shutil.disk_usage(cache).free) < 30e9:
-            raise CannotRun(f"disk full: two builds need about 30 GB, {free / 1e9:.0f} GB are free")
-        images = (build_afresh(docker, args.artifact, cache), build_afresh(docker, args.artifact, cache))
-        lines = compare(docker, images, cache)
+        if (free := shutil.disk_usage(cache).free) < 25e9:
+            raise CannotRun(f"disk full: two builds need about 25 GB, {free / 1e9:.0f} GB are free")
+        images = []
+        try:
+            for _ in range(2):
+                images.append(build_afresh(docker, args.artifact, cache))
+            lines = compare(docker, images)
+            layers = docker.inspect(images[0])["RootFS"]["Layers"]
+        finally:
+            for image in set(images):
+                if not docker.inspect(image)["RepoTags"]:
+                    docker.output("image", "rm", image)
     print("\n".join(lines) or "the two builds have equal layers:")
     if lines:
         return 1
-    for digest in docker.inspect(images[0])["RootFS"]["Layers"]:
-        print(f"  {digest}")
+    print("\n".join(f"  {digest}" for digest in layers))
     return 0
 
 

@@ -41,18 +41,34 @@ def assign(wheels: list[Wheel], layers: list[dict]) -> dict[str, list[Wheel]]:
     return placed
 
 
+def exclusions(rules: list[dict], layers: list[str]) -> dict[str, list[str]]:
+    """Layer name -> the paths that are removed in it."""
+    excluded: dict[str, list[str]] = {layer: [] for layer in layers}
+    for rule in rules:
+        if rule["layer"] not in excluded:
+            raise Rejected(f"images/image.toml: {rule['path']} is excluded from an unknown layer, {rule['layer']}")
+        excluded[rule["layer"]].append(rule["path"])
+    return excluded
+
+
 def sources(folder: Path, *patterns: str) -> list[Path]:
-    """Regular files below ``folder`` that match, caches and editor leavings aside."""
-    found = {path for pattern in patterns for path in folder.glob(pattern)}
-    return sorted(p for p in found if p.is_file() and "__pycache__" not in p.parts and not p.name.startswith("."))
+    """Regular files below ``folder`` that match, without caches and what editors and merges leave behind."""
+    found = {path.relative_to(folder) for pattern in patterns for path in folder.glob(pattern)}
+    return [
+        folder / path
+        for path in sorted(found)
+        if (folder / path).is_file()
+        and not any(part == "__pycache__" or part.startswith(".") for part in path.parts)
+        and not path.name.endswith(("~", ".orig", ".rej", ".swp", ".pyc"))
+    ]
 
 
-def digest_of(folder: Path) -> str:
-    """SHA-256 over path, mode and content of every file below ``folder``."""
+def digest_of(folder: Path, without: str | None = None) -> str:
+    """SHA-256 over path, content and executable bit of every file below ``folder``, but those of one suffix."""
     listing = hashlib.sha256()
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.suffix != without):
         content = hashlib.sha256(path.read_bytes()).hexdigest()
-        listing.update(f"{path.relative_to(folder)}\0{path.stat().st_mode & 0o777:o}\0{content}\n".encode())
+        listing.update(f"{path.relative_to(folder)}\0{path.stat().st_mode & 0o100:o}\0{content}\n".encode())
     return listing.hexdigest()
 
 
@@ -67,12 +83,21 @@ def series(*arguments: str) -> str:
     return done.stdout.strip()
 
 
-def place(source: Path, target: Path, epoch: int) -> None:
-    """Copy a small file with a normal mode and the epoch as its time."""
+def place(source: Path, target: Path) -> None:
+    """Copy a small file."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(source, target)
-    target.chmod(0o755 if source.stat().st_mode & 0o100 else 0o644)
-    os.utime(target, (epoch, epoch))
+    shutil.copy(source, target)
+
+
+def settle(folder: Path, epoch: int) -> None:
+    """Give the tree modes and times that depend neither on the umask nor on the clock: the image keeps the modes."""
+    for path in [folder, *folder.rglob("*")]:
+        status = path.stat()
+        mode = 0o755 if path.is_dir() or status.st_mode & 0o100 else 0o644
+        if status.st_mode & 0o7777 != mode:
+            path.chmod(mode)
+        if path.is_dir() or status.st_nlink == 1:  # what is linked from the cache keeps its time
+            os.utime(path, (epoch, epoch))
 
 
 def stage(artifact: str, cache: Path, base: dict) -> tuple[Path, dict]:
@@ -88,32 +113,33 @@ def stage(artifact: str, cache: Path, base: dict) -> tuple[Path, dict]:
     home.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(dir=home, prefix="new."))
     try:
-        place(ROOT / "images/Dockerfile", new / "Dockerfile", epoch)
-        place(ROOT / "images/install.py", new / "build/install.py", epoch)
+        place(ROOT / "images/Dockerfile", new / "Dockerfile")
+        place(ROOT / "images/install.py", new / "build/install.py")
         for wheel in locked:
             if wheel.name in image["build_tools"]:
                 os.link(cache / "wheels" / wheel.filename, new / "build" / wheel.filename)
         installed = [wheel for wheel in locked if wheel.name not in image["build_tools"]]
-        for layer, wheels in assign(installed, image["layers"]).items():
+        layers = assign(installed, image["layers"])
+        excluded = exclusions(image.get("exclude", []), list(layers))
+        for layer, wheels in layers.items():
             folder = new / "wheels" / layer
             folder.mkdir(parents=True)
             for wheel in wheels:
                 os.link(cache / "wheels" / wheel.filename, folder / wheel.filename)
             (folder / "requirements.txt").write_text("".join(f"{wheel.name}=={wheel.version}\n" for wheel in wheels))
-            excluded = [rule["path"] for rule in image.get("exclude", []) if rule["layer"] == layer]
-            (folder / "exclude.json").write_text(json.dumps(excluded))
+            (folder / "exclude.json").write_text(json.dumps(excluded[layer]))
         (new / "base").mkdir()
         if "rootfs" in base:
             os.link(base["rootfs"] / "rootfs.tar", new / "base/rootfs.tar")
         for path in sources(ROOT / "patches", "*.py", "sglang/**/*"):
-            place(path, new / "patches" / path.relative_to(ROOT / "patches"), epoch)
+            place(path, new / "patches" / path.relative_to(ROOT / "patches"))
         for path in [
             *sources(ROOT / "recipes", f"{artifact}.*", "lib.sh"),
             *sources(ROOT / "qualify", "**/*"),
             ROOT / "images/engine.lock",
             ROOT / "images/base.lock",
         ]:
-            place(path, new / "artifact" / path.relative_to(ROOT), epoch)
+            place(path, new / "artifact" / path.relative_to(ROOT))
         engine = next(wheel for wheel in locked if wheel.name == "sglang")
         # Here and not in the build: a hook that does not apply is refused in a second, in the tool's own words.
         series("check", "--wheel", str(cache / "wheels" / engine.filename))
@@ -127,12 +153,17 @@ def stage(artifact: str, cache: Path, base: dict) -> tuple[Path, dict]:
             "excluded": [rule["path"] for rule in image.get("exclude", [])],
             "inputs_sha256": {
                 name: digest_of(new / name) for name in ("build", "patches", "artifact")
-            } | {"Dockerfile": hashlib.sha256((new / "Dockerfile").read_bytes()).hexdigest()},
+            } | {
+                "Dockerfile": hashlib.sha256((new / "Dockerfile").read_bytes()).hexdigest(),
+                # Which wheel is in which layer and what is excluded there; the wheels' own digests are above.
+                "layers": digest_of(new / "wheels", without=".whl"),
+            },
         }  # fmt: skip
         text = json.dumps(identity, indent=1, sort_keys=True) + "\n"
         identity["source_sha256"] = hashlib.sha256(text.encode()).hexdigest()
         text = json.dumps(identity, indent=1, sort_keys=True) + "\n"
         (new / "artifact/identity.json").write_text(text)
+        settle(new, epoch)
     except OSError as error:
         shutil.rmtree(new, ignore_errors=True)
         raise CannotRun(f"staging the build context failed: {error}") from None

@@ -10,7 +10,6 @@ and read no configuration of this machine (neither pip's nor ~/.curlrc).
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import shutil
 import subprocess
@@ -23,12 +22,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from qualify.cli import Parser
 from qualify.errors import CannotRun, Rejected, exit_code
 
 HERE = Path(__file__).resolve().parent
 LOCK = HERE / "engine.lock"
 PARALLEL_DOWNLOADS = 4
 CURL = ["curl", "-q", "--fail", "--location", "--silent", "--show-error", "--retry", "5", "--retry-connrefused"]
+# curl itself waits for ever on a connection that has gone silent.
+CURL += ["--connect-timeout", "20", "--speed-time", "60", "--speed-limit", "1000"]
+CURLE_RANGE_ERROR = 33  # the server (a plain mirror, a proxy) cannot resume
 
 
 @dataclass(frozen=True)
@@ -96,10 +99,11 @@ def download(wheel: Wheel, target: Path) -> None:
     if part.exists() and part.stat().st_size > wheel.size:
         part.unlink()
     if not part.exists() or part.stat().st_size < wheel.size:
-        done = subprocess.run(
-            [*CURL, "--continue-at", "-", "--output", str(part), wheel.url],
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
-        )  # fmt: skip
+        command = [*CURL, "--continue-at", "-", "--output", str(part), wheel.url]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        if done.returncode == CURLE_RANGE_ERROR:
+            part.unlink()
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
         if done.returncode:
             reason = done.stderr.strip().splitlines()[-1:] or [f"curl exit {done.returncode}"]
             raise CannotRun(
@@ -118,7 +122,10 @@ def fetch(wheels: list[Wheel], directory: Path) -> None:
 
     Raises Rejected naming every cached wheel whose bytes are wrong, CannotRun on a full disk or no network.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CannotRun(f"{directory} cannot be made: {error.strerror}; set HORIZON_CACHE") from None
     present = [w for w in wheels if (directory / w.filename).exists()]
     progress = Progress("verifying cached wheels", sum(w.size for w in present))
 
@@ -239,7 +246,7 @@ def lock(path: Path = LOCK) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     fetching = commands.add_parser("fetch")
     fetching.add_argument("--cache", type=Path, required=True)
@@ -249,8 +256,10 @@ def main() -> int:
     if args.command == "lock":
         lock()
     else:
-        wheels = read_lock()
-        fetch([w for w in wheels if w.name == args.only] if args.only else wheels, args.cache / "wheels")
+        wheels = [w for w in read_lock() if args.only in (None, w.name)]
+        if not wheels:
+            raise Rejected(f"--only {args.only}: engine.lock has no such package")
+        fetch(wheels, args.cache / "wheels")
     return 0
 
 

@@ -25,6 +25,10 @@ class Recorder:
     def __init__(self):
         self.outcomes: dict[str, str] = {}
 
+    def pytest_collection_finish(self, session):
+        # Until it has run: an early end of the session leaves the rest not run.
+        self.outcomes.update({item.nodeid: "skipped" for item in session.items})
+
     def pytest_runtest_logreport(self, report):
         # Set-up and tear-down count too: an error there is a failure, a skip is a skip.
         if report.when == "call" or report.outcome != "passed":
@@ -84,5 +88,8 @@ def run(args: argparse.Namespace) -> int:
         count = len(result["tests"])
         print(f"{result['stage']:<10} {result['result']:<8} {count:>3} tests {result['seconds']:>6.1f} s")
     if args.json:
-        args.json.write_text(json.dumps({"tier": args.tier, "stages": results}, indent=1) + "\n")
+        try:
+            args.json.write_text(json.dumps({"tier": args.tier, "stages": results}, indent=1) + "\n")
+        except OSError as error:
+            raise CannotRun(f"--json {args.json}: {error.strerror}") from None
     return 0 if all(result["result"] == "passed" for result in results) else 1

@@ -11,12 +11,12 @@ if [ ! -e "$tools/ready" ]; then
   echo "installing the test tools (tests/requirements.lock)" >&2
   rm -rf "$tools"
   mkdir -p "$cache"
-  python3 -m venv "$tools" >&2
   bundle=/etc/ssl/certs/ca-certificates.crt
   cert=()
   [ ! -e "$bundle" ] || cert=(--cert "$bundle")
-  if ! PIP_CONFIG_FILE=/dev/null "$tools/bin/python" -m pip --isolated --disable-pip-version-check install --quiet \
-    --require-hashes --only-binary :all: --no-deps "${cert[@]}" -r "$here/requirements.lock" >&2; then
+  if ! { python3 -m venv "$tools" && PIP_CONFIG_FILE=/dev/null "$tools/bin/python" -m pip --isolated \
+    --disable-pip-version-check install --quiet --require-hashes --only-binary :all: --no-deps \
+    "${cert[@]}" -r "$here/requirements.lock"; } >&2; then
     rm -rf "$tools"
     echo "cannot run: the test tools could not be installed (network to PyPI?); run again" >&2
     exit 2

@@ -5,12 +5,21 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 
 from qualify.errors import CannotRun, Rejected
 from qualify.models import k2_horizon
-from qualify.synth import layout, writer
+from qualify.synth import conditioning, layout, tokenizer, writer
+
+#: Shards written at a time from a GPU. The values come faster than one file takes them; each needs about 64 MB of
+#: pinned memory and ten times as much on the GPU. A CPU is busy with the values of one.
+GPU_JOBS = 8
+
+#: Bytes of values from which a CPU takes long enough to say so.
+SLOW_BYTES = 1_000_000_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,23 +27,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", required=True, type=Path, help="a published config.json, byte for byte")
     parser.add_argument("--out", required=True, type=Path, help="directory to create; must not hold anything")
     parser.add_argument("--tiny", action="store_true", help="same structure, reduced dimensions (megabytes)")
-    parser.add_argument("--layers", type=int, metavar="N", help="number of layers, dense prefix included")
+    parser.add_argument("--layers", type=int, metavar="N", help="the first N layers, dense prefix included")
+    parser.add_argument("--full", action="store_true", help="everything that the config describes (gigabytes)")
     parser.add_argument("--seed", type=int, default=0, help="seed of all values (default 0)")
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="where values are drawn; the same bytes either way (default: a GPU if there is one)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the checkpoint and print what it is; see :func:`synthesise` for the errors."""
-    if not args.tiny and args.layers is None:
-        raise Rejected("say --tiny, --layers N (true width), or both")
-    manifest = synthesise(args.config, args.out, tiny=args.tiny, layers=args.layers, seed=args.seed)
-    print(f"{args.out}: {manifest['tensors']:,} tensors, {manifest['bytes']:,} bytes, synthetic")
+    if args.full and (args.tiny or args.layers is not None):
+        raise Rejected("--full contradicts --tiny and --layers; say one of them")
+    if not (args.full or args.tiny or args.layers is not None):
+        raise Rejected("say --full, --tiny, --layers N (true width), or --tiny with --layers N")
+    started = time.monotonic()
+    manifest = synthesise(args.config, args.out, tiny=args.tiny, layers=args.layers, seed=args.seed, device=args.device)
+    print(
+        f"{args.out}: {manifest['tensors']:,} tensors, {manifest['bytes']:,} bytes, synthetic, "
+        f"{time.monotonic() - started:.1f} s"
+    )
     return 0
 
 
-def synthesise(config_path: Path, out: Path, *, tiny: bool, layers: int | None = None, seed: int = 0) -> dict:
+def synthesise(
+    config_path: Path,
+    out: Path,
+    *,
+    tiny: bool = False,
+    layers: int | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+    knobs: conditioning.Knobs | None = None,
+    jobs: int | None = None,
+) -> dict:
     """Write a synthetic checkpoint to ``out`` and return its manifest.
 
-    Raises ``Rejected`` for a wrong config or an ``out`` in use, ``CannotRun`` without numpy or disk space.
+    ``device`` is ``cpu``, ``cuda`` or ``auto``; ``jobs`` the number of shards written at a time. Neither has an
+    influence on the values. Raises ``Rejected`` for a wrong config or an ``out`` in use, ``CannotRun`` without
+    torch, the device or disk space.
     """
     writer.refuse_existing(out)
     raw = _read(config_path)
@@ -47,40 +81,63 @@ def synthesise(config_path: Path, out: Path, *, tiny: bool, layers: int | None =
     config = layout.derive_config(source, tiny=tiny, layers=layers)
     inventory = k2_horizon.tensors(config)
     shards = layout.plan_shards(inventory, layout.TINY_SHARD_BYTES if tiny else layout.SHARD_BYTES)
+    size = sum(tensor.nbytes for tensor in inventory.values())
+    writer.refuse_full(out, size)
     try:
-        from qualify.synth import values  # numpy: the engine image has it, a bare host need not
+        import torch
+
+        from qualify.synth import values
     except ImportError as error:
-        raise CannotRun("numpy is missing; run this command inside the engine image") from error
-    knobs = values.Knobs()
-    generator = values.NumpyValues(seed, knobs)
+        raise CannotRun(f"{error.name} is missing; run this command inside the engine image") from error
+    place = _device(device, torch)
+    if place.type == "cpu" and size >= SLOW_BYTES:
+        print(
+            f"synth: {size / 1e9:.1f} GB drawn on a CPU, about 10 s a GB on one free core; see --device cuda",
+            file=sys.stderr,
+        )
+    knobs = knobs or conditioning.Knobs()
+    source_of_values = values.Values(config, inventory, seed=seed, knobs=knobs, device=place)
     manifest = {
         "synthetic": True,
         "note": "Random values in a published tensor layout; not a trained model, qualifies nothing.",
         "source_config_sha256": hashlib.sha256(raw).hexdigest(),
         "seed": seed,
         "generator": values.GENERATOR,
+        "device": place.type if place.type == "cpu" else torch.cuda.get_device_name(place),
+        "torch": torch.__version__,
         "knobs": asdict(knobs),
+        "clusters": source_of_values.clusters,
         "tiny": tiny,
         "layers": config["num_hidden_layers"],
         "tensors": len(inventory),
-        "bytes": sum(tensor.nbytes for tensor in inventory.values()),
+        "bytes": size,
     }
-    writer.write_checkpoint(
-        out,
-        config=config,
-        inventory=inventory,
-        shards=shards,
-        metadata={layout.MARK: "true", "seed": str(seed)},
-        manifest=manifest,
-        chunks=lambda name, tensor: generator.chunks(name, tensor, _columns(name, inventory)),
-    )
+    try:
+        writer.write_checkpoint(
+            out,
+            documents={"config.json": config, "synthetic.json": manifest, **tokenizer.documents(config)},
+            inventory=inventory,
+            shards=shards,
+            metadata={layout.MARK: "true", "seed": str(seed)},
+            payload=source_of_values.payload,
+            jobs=jobs or (1 if place.type == "cpu" else GPU_JOBS),
+        )
+    except torch.OutOfMemoryError as error:
+        raise CannotRun(
+            "the GPU has too little free memory (about 8 GB are needed); nothing was left behind"
+        ) from error
     return manifest
 
 
-def _columns(name: str, inventory) -> int:
-    """Input columns of the weight that tensor ``name`` is or scales."""
-    weight = name.replace(".weight_scale_inv", ".weight").replace(".weight_scale", ".weight")
-    return inventory[weight].shape[-1]
+def _device(wanted: str, torch):
+    """The torch device that ``wanted`` names; ``auto`` takes a GPU when there is one."""
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise CannotRun(
+            "--device cuda, but torch finds no usable GPU; start the container with one, or say --device cpu"
+        )
+    return torch.device(wanted)
 
 
 def _read(path: Path) -> bytes:

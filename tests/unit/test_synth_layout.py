@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import struct
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from qualify.cli import main
 from qualify.errors import CannotRun, Rejected
 from qualify.models import k2_horizon, k2_horizon_sglang
 from qualify.models.k2_horizon import Tensor
-from qualify.synth import layout, writer
+from qualify.synth import conditioning, layout, tokenizer, writer
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 MOVA = DATA / "K2-Horizon-MoVA-36B-A4B-FP8.config.json"
@@ -171,20 +172,21 @@ def test_shards_hold_every_tensor_once_within_the_limit(mova):
 INVENTORY = {"a.weight": Tensor("BF16", (2, 3)), "b.scale": Tensor("F32", (1,))}
 
 
-def write(out, chunks):
+def write(out, payload, jobs=1, limit=1 << 20):
     writer.write_checkpoint(
         out,
-        config={layout.MARK: True},
+        documents={"config.json": {layout.MARK: True}, "synthetic.json": {"synthetic": True}},
         inventory=INVENTORY,
-        shards=layout.plan_shards(INVENTORY, 1 << 20),
+        shards=layout.plan_shards(INVENTORY, limit),
         metadata={layout.MARK: "true", "seed": "7"},
-        manifest={"synthetic": True},
-        chunks=chunks,
+        payload=payload,
+        jobs=jobs,
     )
 
 
-def zeros(name, tensor):
-    return [b"\0" * (tensor.nbytes // 2)] * 2
+def zeros(names):
+    size = sum(INVENTORY[name].nbytes for name in names)
+    return [bytes(size - 1), bytes(1)]
 
 
 def test_the_shard_is_a_safetensors_file_and_says_that_it_is_synthetic(tmp_path):
@@ -218,14 +220,53 @@ def test_an_empty_directory_is_filled_and_a_used_one_is_left_alone(tmp_path):
         write(empty / "config.json", zeros)
 
 
-def test_a_full_disk_leaves_nothing_behind(tmp_path):
-    def full(name, tensor):
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_full_disk_leaves_nothing_behind(tmp_path, jobs):
+    def full(names):
         yield b"\0"
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(CannotRun, match="No space left on device; nothing was left behind"):
-        write(tmp_path / "out", full)
+        write(tmp_path / "out", full, jobs, limit=1)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_one_failing_shard_stops_the_others(tmp_path):
+    """The second shard never ends of its own accord."""
+    failing = threading.Event()
+
+    def payload(names):
+        if names == ["a.weight"]:
+            failing.wait(10)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        failing.set()
+        while True:
+            yield b"\0"
+
+    with pytest.raises(CannotRun, match="No space left on device"):
+        write(tmp_path / "out", payload, jobs=2, limit=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_payload_of_the_wrong_length_is_not_a_checkpoint(tmp_path):
+    with pytest.raises(AssertionError, match="15 bytes of values, 16 in the header"):
+        write(tmp_path / "out", lambda names: [bytes(15)])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_progress_goes_to_stderr(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(writer, "PROGRESS_SECONDS", 0.0)
+    write(tmp_path / "out", zeros)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert re.match(r"synth: 0\.0 of 0\.0 GB, 0 s, [0-9.]+ GB/s\n", captured.err)
+
+
+def test_a_mount_point_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "out")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(Rejected, match="mount point"):
+        write(tmp_path / "out", zeros)
 
 
 def test_a_disk_that_is_too_small_is_refused_before_writing(tmp_path, monkeypatch):
@@ -238,7 +279,9 @@ def test_a_disk_that_is_too_small_is_refused_before_writing(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--config", str(MOVA)], "say --tiny, --layers N"),
+        (["--config", str(MOVA)], "say --full, --tiny, --layers N"),
+        (["--config", str(MOVA), "--full", "--tiny"], "--full contradicts"),
+        (["--config", str(MOVA), "--full", "--layers", "4"], "--full contradicts"),
         (["--config", str(DATA / "absent.json"), "--tiny"], "absent.json cannot be read"),
         (["--config", str(DATA / "README.md"), "--tiny"], "is not JSON"),
         (["--config", str(DATA / "K2-Horizon-7B-FP8.header.json"), "--tiny"], "model_type"),
@@ -253,3 +296,50 @@ def test_wrong_arguments_exit_with_one_sentence_and_write_nothing(tmp_path, caps
     assert error.startswith("rejected: ")
     assert error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("tiny", [True, False])
+def test_every_expert_is_preferred_by_some_cluster_and_equally_often(mova, tiny):
+    config = layout.derive_config(mova, tiny=tiny, layers=4)
+    knobs = conditioning.Knobs()
+    count = conditioning.clusters(config, knobs)
+    for router, experts, top_k in (
+        ("model.layers.3.self_attn.v_router.weight", config["mova_num_experts"], config["mova_num_experts_per_tok"]),
+        ("model.layers.3.mlp.gate.weight", config["num_experts"], config["num_experts_per_tok"]),
+    ):
+        preferred = conditioning.preferences(config, router, 0, knobs)
+        assert len(preferred) == count
+        assert all(len(set(chosen)) == top_k for chosen in preferred)
+        usage = Counter(expert for chosen in preferred for expert in chosen)
+        assert sorted(usage) == list(range(experts))
+        assert max(usage.values()) - min(usage.values()) <= 1
+
+
+def test_a_dense_model_has_no_clusters(dense):
+    assert conditioning.clusters(dense, conditioning.Knobs()) == 0
+
+
+def test_routers_of_different_layers_and_seeds_prefer_different_experts(mova):
+    knobs = conditioning.Knobs()
+    names = [f"model.layers.{layer}.mlp.gate.weight" for layer in (3, 4)]
+    first, second = (conditioning.preferences(mova, name, 0, knobs) for name in names)
+    assert first != second
+    assert first != conditioning.preferences(mova, names[0], 1, knobs)
+
+
+def test_every_tensor_has_a_recipe_of_its_kind(mova):
+    inventory = k2_horizon.tensors(mova)
+    kinds = Counter(recipe.kind for recipe in conditioning.recipes(mova, inventory, conditioning.Knobs()).values())
+    assert kinds.pop("normal") == 3_498 - 90 - 2
+    assert kinds == {"codes": 13_500, "scales": 13_500, "router": 90, "embedding": 1, "head": 1}
+
+
+def test_the_tokenizer_has_every_id_once_and_every_byte(mova):
+    files = tokenizer.documents(mova)
+    vocabulary = files["tokenizer.json"]["model"]["vocab"]
+    assert sorted(vocabulary.values()) == list(range(mova["vocab_size"]))
+    assert len(set(tokenizer._byte_alphabet())) == 256
+    assert vocabulary["<|begin|>"] == mova["bos_token_id"]
+    assert vocabulary["<|end|>"] == mova["eos_token_id"]
+    with pytest.raises(Rejected, match="vocab_size 200"):
+        tokenizer.documents(mova | {"vocab_size": 200})
