@@ -22,7 +22,7 @@ from e2m1_k32.reference import emulate_fp8, moe_reference, random_experts, relat
 from e2m1_k32.routing import permute_activations  # noqa: E402
 from e2m1_k32.tiles import DecodeTile, MoeTiles  # noqa: E402
 
-_spec = importlib.util.spec_from_file_location("e2m1_cases", ROOT / "tests/unit/test_e2m1_moe.py")
+_spec = importlib.util.spec_from_file_location("e2m1_cases", ROOT / "tests/kernels/test_e2m1_moe.py")
 cases = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(cases)
 
