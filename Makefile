@@ -36,6 +36,23 @@ test: host lint unit series ## every test: lint, host, patch series, then build 
 	@for artifact in $(ARTIFACTS); do tests/in_container.sh $$artifact; done
 	@tools=$(TOOLS); $$tools/bin/pytest -q tests/image
 
+.PHONY: inspect
+inspect: ## what is in a checkpoint: format, scope, defects; seconds, no weights read (MODEL_DIR=...)
+	@python3 -m qualify inspect $(if $(MODEL_DIR),"$(MODEL_DIR)") $(if $(JSON),--json)
+
+.PHONY: preflight
+preflight: ## can this artifact serve this checkpoint so (ARTIFACT= MODEL_DIR= TP= EP= [ARCH=] [UNCATALOGUED=1])
+	@python3 -m qualify preflight --artifact "$(ARTIFACT)" --model-dir "$(MODEL_DIR)" --tp "$(or $(TP),1)" \
+		--ep "$(or $(EP),1)" $(if $(ARCH),--arch "$(ARCH)") $(if $(UNCATALOGUED),--uncatalogued) $(if $(JSON),--json)
+
+.PHONY: pin
+pin: ## propose a catalogue entry for the files of a checkpoint (MODEL_DIR=...)
+	@python3 -m qualify pin $(if $(MODEL_DIR),"$(MODEL_DIR)")
+
+.PHONY: verify-checkpoint
+verify-checkpoint: ## full SHA-256 of a checkpoint against the catalogue (MODEL_DIR=...)
+	@python3 -m qualify verify-checkpoint $(if $(MODEL_DIR),"$(MODEL_DIR)") $(if $(JSON),--json)
+
 .PHONY: host
 host: ## install what is missing here and start the container engine (root on Debian or Ubuntu)
 	@images/host.sh >/dev/null
