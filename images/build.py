@@ -10,22 +10,19 @@ BASE_IMAGE=name@sha256:... replaces the Debian base; STRICT=1 refuses a base tha
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from images import base, wheels
+from images.cache import exclusive
 from images.docker import Docker, find, last_line
 from images.stage import artifacts, stage
 from qualify.errors import CannotRun, Parser, Rejected, exit_code
@@ -41,26 +38,6 @@ LOCKED_DOWN = [
 ]  # fmt: skip
 
 DOCKER_RUN_FAILED = 125  # `docker run` itself, as opposed to the command in the container
-
-
-@contextlib.contextmanager
-def exclusive(cache: Path) -> Iterator[None]:
-    """One build at a time in one cache: the stage and partial downloads are shared."""
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        file = (cache / "lock").open("w")
-    except OSError as error:
-        raise CannotRun(f"the cache {cache} cannot be used: {error.strerror}; set HORIZON_CACHE") from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"waiting for another build that uses {cache}", file=sys.stderr, flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        # What a killed build left behind; nobody else holds the lock.
-        for leavings in [*cache.glob("*/new.*"), *cache.glob("reproduce.*")]:
-            shutil.rmtree(leavings, ignore_errors=True)
-        yield
 
 
 def labels(identity: dict) -> dict[str, str]:
@@ -90,6 +67,14 @@ def base_image() -> str | None:
     if reference and not re.fullmatch(r"[^@\s]+@sha256:[0-9a-f]{64}", reference):
         raise Rejected(f"BASE_IMAGE={reference}: give it by digest, name@sha256:<64 hex digits>")
     return reference
+
+
+def strict() -> bool:
+    """Whether STRICT=1 was given. Raises Rejected for a value that is neither yes nor no."""
+    value = os.environ.get("STRICT", "")
+    if value not in ("", "0", "1"):
+        raise Rejected(f"STRICT={value}: give 1 to refuse a base that differs from images/base.lock, or leave it out")
+    return value == "1"
 
 
 def docker_build(docker: Docker, context: Path, identity: dict, *options: str) -> str:
@@ -126,12 +111,20 @@ def build_error(text: str) -> str:
     return f"docker build failed: {told[-1] if told else last_line(text)}"
 
 
-def check(docker: Docker, image: str) -> None:
+def check(docker: Docker, image: str, source: str) -> None:
     """The CPU tier of the qualification inside a locked-down container.
 
+    ``source`` is the identity's source_sha256 of what was staged: the container must hold just that.
     Raises Rejected where it does not pass, CannotRun where the container does not start.
     """
-    done = docker.run("run", *LOCKED_DOWN, image, "python3", "-m", "qualify", "run", "--tier", "cpu", check=False)
+    name = f"horizon-check-{os.getpid()}"
+    try:
+        done = docker.run(
+            "run", *LOCKED_DOWN, f"--name={name}", "--no-healthcheck", f"--env=HORIZON_SOURCE={source}", image,
+            "python3", "-m", "qualify", "run", "--tier", "cpu", check=False,
+        )  # fmt: skip
+    finally:  # a killed client leaves its container running
+        docker.run("rm", "--force", name, capture_output=True, check=False)
     if done.returncode == DOCKER_RUN_FAILED:
         raise CannotRun("the container for the check did not start (above); nothing was tagged")
     if done.returncode:
@@ -145,14 +138,14 @@ def prepare(artifact: str, cache: Path) -> tuple[Path, dict]:
     wheels.fetch(wheels.read_lock(), cache / "wheels")
     if image := base_image():
         return stage(artifact, cache, {"image": image})
-    return stage(artifact, cache, {"rootfs": base.build(cache, strict=os.environ.get("STRICT") == "1")})
+    return stage(artifact, cache, {"rootfs": base.build(cache, strict())})
 
 
 def build(artifact: str, cache: Path) -> None:
     began = time.monotonic()
     if artifact not in artifacts():
         raise Rejected(f"ARTIFACT={artifact}: unknown; there are {', '.join(artifacts())} (recipes/*.toml)")
-    base_image()  # a wrong one is refused before gigabytes are fetched
+    base_image(), strict()  # a wrong value is refused before gigabytes are fetched
     docker = find()
     with exclusive(cache):
         context, identity = prepare(artifact, cache)
@@ -160,7 +153,7 @@ def build(artifact: str, cache: Path) -> None:
             raise CannotRun("this machine's clock is before the image's SOURCE_DATE_EPOCH: set it, then run again")
         image = docker_build(docker, context, identity)
     print(f"built {image} after {time.monotonic() - began:.0f} s; checking it in a container", file=sys.stderr)
-    check(docker, image)
+    check(docker, image, identity["source_sha256"])
     tag = f"{REPOSITORY}/{artifact}:candidate"
     docker.output("tag", image, tag)
     size = docker.inspect(image)["Size"]

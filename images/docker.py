@@ -56,7 +56,11 @@ def candidates() -> list[str]:
         return [chosen]
     folders = [*os.environ.get("PATH", "").split(os.pathsep), "/usr/bin", "/usr/local/bin"]
     found = [shutil.which("docker", path=folder) for folder in folders if folder]
-    return list(dict.fromkeys(path for path in found if path))
+    # Two names of one file (/bin is a link to /usr/bin) are one client.
+    clients: dict[str, str] = {}
+    for path in filter(None, found):
+        clients.setdefault(os.path.realpath(path), path)
+    return list(clients.values())
 
 
 def probe(path: str) -> Docker | str:
@@ -76,6 +80,8 @@ def probe(path: str) -> Docker | str:
                 return f"{path}: {error.strerror}"
             if done.returncode == 0:
                 return docker
+            if "permission denied" in done.stderr:
+                return f"{path}: this user may not use the engine: run with sudo, or join the group docker"
             reasons.append(last_line(done.stderr))
     return f"{path}: {reasons[-1]}"
 

@@ -104,6 +104,7 @@ def wheels(layer: str) -> None:
         check=True,
     )  # fmt: skip
     shutil.rmtree(cache)
+    (VENV / ".lock").unlink(missing_ok=True)  # uv's, writable for everybody
     shutil.rmtree(uv.parent)
     # uv notes the times of the wheel files: not the same in two builds.
     exclude([*json.loads((INPUT / "exclude.json").read_text()), "*.dist-info/uv_cache.json"])
@@ -158,6 +159,9 @@ def artifact() -> None:
 
 
 def sha256_of(path: Path) -> str:
+    """SHA-256 of a file's content; of a link, that of "-> " and its target."""
+    if path.is_symlink():
+        return hashlib.sha256(f"-> {path.readlink()}".encode()).hexdigest()
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -168,7 +172,7 @@ def seal(step: str) -> None:
     files = [
         path
         for path in new_paths(HOME)
-        if path.is_file() and not path.is_symlink() and path.parent != MANIFESTS and path.name != "identity.json"
+        if (path.is_file() or path.is_symlink()) and path.parent != MANIFESTS and path != HOME / "identity.json"
     ]
     with ThreadPoolExecutor(WORKERS) as pool:
         lines = [f"{digest}  {path}\n" for path, digest in zip(files, pool.map(sha256_of, files), strict=True)]
@@ -189,8 +193,11 @@ def seal(step: str) -> None:
 def main() -> None:
     os.umask(0o022)
     step, *arguments = sys.argv[1:]
-    {"wheels": wheels, "runtime": runtime, "patches": patches, "artifact": artifact}[step](*arguments)
-    seal(arguments[0] if step == "wheels" else step)
+    try:
+        {"wheels": wheels, "runtime": runtime, "patches": patches, "artifact": artifact}[step](*arguments)
+        seal(arguments[0] if step == "wheels" else step)
+    except subprocess.CalledProcessError as error:  # the tool has said why
+        sys.exit(f"step {step} ended with {error.returncode}: {error.cmd[0]}")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from typing import IO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from images import base, build, stage, wheels
+from images.cache import exclusive
 from images.docker import Docker, find
 from qualify.errors import CannotRun, Parser, Rejected, exit_code
 
@@ -33,7 +34,7 @@ def build_afresh(docker: Docker, artifact: str, cache: Path) -> str:
         if image := build.base_image():
             context, identity = stage.stage(artifact, fresh, {"image": image})
         else:
-            context, identity = stage.stage(artifact, fresh, {"rootfs": base.build(fresh, strict=False)})
+            context, identity = stage.stage(artifact, fresh, {"rootfs": base.build(fresh, build.strict())})
         return build.docker_build(docker, context, identity, "--no-cache")
 
 
@@ -96,7 +97,7 @@ def main() -> int:
     if args.artifact not in stage.artifacts():
         raise Rejected(f"ARTIFACT={args.artifact}: unknown; there are {', '.join(stage.artifacts())}")
     docker = find()
-    with build.exclusive(cache):
+    with exclusive(cache):
         wheels.fetch(wheels.read_lock(), cache / "wheels")
         if (free := shutil.disk_usage(cache).free) < 25e9:
             raise CannotRun(f"disk full: two builds need about 25 GB, {free / 1e9:.0f} GB are free")

@@ -86,20 +86,22 @@ def series(*arguments: str) -> str:
 
 
 def place(source: Path, target: Path) -> None:
-    """Copy a small file."""
+    """Copy a small file; its mode comes along, its time does not (see :func:`settle`)."""
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copy(source, target)
 
 
-def settle(folder: Path, epoch: int) -> None:
-    """Give the tree modes and times that depend neither on the umask nor on the clock: the image keeps the modes."""
+def settle(folder: Path) -> None:
+    """Give the tree modes that do not depend on the umask: the image keeps them.
+
+    Times stay as they are. BuildKit reads a context file again only when its size or time has changed, so one fixed
+    time would let an edit of equal length go unseen; install.py sets the times inside the image.
+    """
     for path in [folder, *folder.rglob("*")]:
         status = path.stat()
         mode = 0o755 if path.is_dir() or status.st_mode & 0o100 else 0o644
         if status.st_mode & 0o7777 != mode:
             path.chmod(mode)
-        if path.is_dir() or status.st_nlink == 1:  # what is linked from the cache keeps its time
-            os.utime(path, (epoch, epoch))
 
 
 def stage(artifact: str, cache: Path, base: dict) -> tuple[Path, dict]:
@@ -165,7 +167,7 @@ def stage(artifact: str, cache: Path, base: dict) -> tuple[Path, dict]:
         identity["source_sha256"] = hashlib.sha256(text.encode()).hexdigest()
         text = json.dumps(identity, indent=1, sort_keys=True) + "\n"
         (new / "artifact/identity.json").write_text(text)
-        settle(new, epoch)
+        settle(new)
     except OSError as error:
         shutil.rmtree(new, ignore_errors=True)
         raise CannotRun(f"staging the build context failed: {error}") from None

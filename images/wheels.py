@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from images.cache import exclusive
 from qualify.errors import CannotRun, Parser, Rejected, exit_code
 
 HERE = Path(__file__).resolve().parent
@@ -97,7 +98,8 @@ def download(wheel: Wheel, target: Path) -> None:
     part = target.with_name(target.name + ".part")
     if part.exists() and part.stat().st_size > wheel.size:
         part.unlink()
-    if not part.exists() or part.stat().st_size < wheel.size:
+    resumed = part.exists()
+    if not resumed or part.stat().st_size < wheel.size:
         command = [*CURL, "--continue-at", "-", "--output", str(part), wheel.url]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
         if done.returncode == CURLE_RANGE_ERROR:
@@ -110,10 +112,13 @@ def download(wheel: Wheel, target: Path) -> None:
             )
     if (actual := sha256_of(part)) != wheel.sha256:
         part.unlink()
+        if resumed:  # the part may have been at fault: once from the beginning
+            return download(wheel, target)
         raise Rejected(
             f"{wheel.filename}: the index serves SHA-256 {actual}, engine.lock says {wheel.sha256}; nothing was kept"
         )
     part.rename(target)
+    return None
 
 
 def fetch(wheels: list[Wheel], directory: Path) -> None:
@@ -258,7 +263,8 @@ def main() -> int:
         wheels = [w for w in read_lock() if args.only in (None, w.name)]
         if not wheels:
             raise Rejected(f"--only {args.only}: engine.lock has no such package")
-        fetch(wheels, args.cache / "wheels")
+        with exclusive(args.cache):
+            fetch(wheels, args.cache / "wheels")
     return 0
 
 

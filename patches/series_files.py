@@ -180,6 +180,11 @@ def complete_pin(series: Series) -> Pin:
         f"upstream.toml has a stale entry for {path}, which no patch touches: run export --wheel"
         for path in sorted(set(pin.files) - set(series.touched()))
     ]
+    problems += [
+        f"files/{path} is outside the package {pin.package}: a series adds modules to that package alone"
+        for path in sorted(series.added)
+        if path.split("/")[0] != pin.package
+    ]
     if problems:
         raise Rejected(*problems)
     return pin

@@ -7,6 +7,12 @@ cache=${1:?CACHE}
 here=$(cd "$(dirname "$0")" && pwd)
 python=$(python3 -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 tools=$cache/tools-$python-$(sha256sum "$here/requirements.lock" | cut -c1-12)
+mkdir -p "$cache" || {
+  echo "cannot run: $cache cannot be made: set HORIZON_CACHE to a folder that can" >&2
+  exit 2
+}
+exec 9>"$cache/tools.lock"
+flock 9 # two makes at once install once
 if [ ! -e "$tools/ready" ]; then
   echo "installing the test tools (tests/requirements.lock)" >&2
   rm -rf "$tools"

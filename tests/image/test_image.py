@@ -67,6 +67,15 @@ def test_health_check_fails_without_a_server(client, image):
     assert "/health" in done.stdout
 
 
+def test_the_cache_folder_belongs_to_the_user_and_the_group(client, image):
+    done = client.output("run", "--rm", "--network=none", image["Id"], "stat", "-c", "%u:%g %a", "/var/cache/horizon")
+    assert done == "10001:0 775"
+
+
+def test_a_container_holds_what_its_label_says(image, identity):
+    assert image["Config"]["Labels"]["org.opencontainers.image.revision"] == identity["source_sha256"]
+
+
 def test_one_layer_for_each_rate_of_change(image):
     # Base, five of wheels, run-time folders, patches, artifact; an empty one for WORKDIR on some engines.
     assert 9 <= len(image["RootFS"]["Layers"]) <= 10
@@ -76,7 +85,7 @@ def test_one_layer_for_each_rate_of_change(image):
 def checkout(tmp_path):
     """A copy of this checkout that may be changed."""
     copy = tmp_path / "checkout"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".stage", "__pycache__", ".*_cache"))
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__"))
     return copy
 
 
@@ -104,9 +113,11 @@ def test_what_is_no_input_leaves_the_image_equal(image, artifact, checkout):
 
 
 def test_an_input_changes_the_image(client, image, artifact, checkout):
-    """A recipe changes the last layer and nothing below it."""
+    """A recipe changes the last layer and nothing below it; an edit of equal length counts too."""
     recipe = checkout / "recipes" / f"{artifact}.toml"
-    recipe.write_text(recipe.read_text() + "# changed\n")
+    text = recipe.read_text()
+    recipe.write_text(text.replace("# ", "#.", 1))
+    assert len(recipe.read_text()) == len(text)
     other = client.inspect(built(checkout, artifact))
     try:
         assert other["RootFS"]["Layers"][:-1] == image["RootFS"]["Layers"][:-1]

@@ -91,7 +91,7 @@ def test_an_image_that_passed_is_tagged(machine, capsys):
     assert machine.tagged() == IMAGE
     assert f"horizon-images/mova-fp8:candidate is {IMAGE}, 8.70 GB" in capsys.readouterr().out
     verbs = [call.split()[1] for call in machine.fakes.calls("docker")]
-    assert verbs == ["buildx", "buildx", "run", "tag", "image"]  # the first is the probe
+    assert verbs == ["buildx", "buildx", "run", "rm", "tag", "image"]  # the first is the probe
 
 
 def test_the_build_has_no_network_and_no_tag(machine):
@@ -110,7 +110,22 @@ def test_the_check_runs_locked_down(machine):
     machine.build()
     words = machine.fakes.calls("docker")[2].split()
     assert {"--rm", "--network=none", "--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges"} <= set(words)
+    assert f"--env=HORIZON_SOURCE={'f' * 64}" in words
     assert words[words.index(IMAGE) :] == [IMAGE, "python3", "-m", "qualify", "run", "--tier", "cpu"]
+
+
+def test_the_container_of_the_check_is_removed_even_when_the_client_is_killed(machine):
+    machine.build()
+    run, rm = machine.fakes.calls("docker")[2:4]
+    name = next(word for word in run.split() if word.startswith("--name=")).removeprefix("--name=")
+    assert rm == f"docker rm --force {name}"
+
+
+@pytest.mark.parametrize("value", ["yes", "true", "2"])
+def test_an_unclear_strict_is_refused(machine, monkeypatch, capsys, value):
+    monkeypatch.setenv("STRICT", value)
+    assert machine.build() == 1
+    assert f"STRICT={value}" in sentence(capsys)
 
 
 @pytest.mark.parametrize(
