@@ -233,11 +233,11 @@ def test_elsewhere_without_an_engine(machine, kind):
     assert machine.changed() == []
 
 
-def test_a_user_without_access_to_the_engine_is_told_the_clients_reason(machine):
+def test_a_user_without_access_to_the_engine_is_told_what_to_do(machine):
     machine.user("1000")
     machine.fakes.add("docker", 'echo "permission denied while trying to connect" >&2; exit 1')
     machine.fakes.add("dockerd", "exit 1")
-    assert "permission denied while trying to connect" in refused(machine.run())
+    assert "this user may not use the engine: run with sudo, or join the group docker" in refused(machine.run())
     assert machine.changed() == []
 
 
