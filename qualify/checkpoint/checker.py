@@ -315,11 +315,16 @@ class Checker:
                 f"{' beside a scale' if not quantised else ''}; {scheme.name} stores {scheme.dtype}",
             )
         shape = promised.shape
+        if len(shape) < 2:
+            findings.problem(
+                "tensor-shape",
+                weight.name,
+                f"{show(weight.name)} has shape {_shape(weight.shape)}; a quantised weight has rows and columns",
+            )
+            return set(leaves)
         stored = (*shape[:-1], -(-shape[-1] // 2)) if scheme.kind == "fp4" else shape
         if weight.shape != stored:
             self._shape(weight, stored)
-        if len(shape) < 2:
-            return set(leaves)
         consumed |= self._scale(name, scheme, leaves, shape)
         for leaf, needed in scheme.scalars:
             consumed.add(leaf)
