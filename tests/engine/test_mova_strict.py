@@ -1,5 +1,6 @@
 """The ledger beyond single faults: one report, one load, no way past it, and the proof of what is quantised."""
 
+import gc
 from types import SimpleNamespace
 
 import pytest
@@ -434,3 +435,24 @@ def test_the_flags_in_the_messages_exist():
     ServerArgs.add_cli_args(parser)
     known = {option for action in parser._actions for option in action.option_strings}
     assert {flag for *_, flag in mova_fp8._RUNTIME} <= known
+
+
+def test_reading_headers_starts_no_garbage_collection(monkeypatch):
+    """One full collection over the engine's objects costs several times what the comparison itself does."""
+    from sglang.srt.model_loader import checkpoint_files
+
+    gc.enable()
+    with checkpoint_files.without_collection():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with checkpoint_files.without_collection():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    seen = []
+    monkeypatch.setattr(checkpoint_files, "_index_defects", lambda *arguments: seen.append(gc.isenabled()) or [])
+    checkpoint_files.examine("/nonexistent", [], True)
+    assert seen == [False]

@@ -133,7 +133,8 @@ class Ledger:
         del model.forward  # the instance's refusal; the class has the real one
 
     def _stream(self, model, weights):
-        expected = self.format.inventory(model)
+        with checkpoint_files.without_collection():
+            expected = self.format.inventory(model)
         _poison(model)
         seen: set[str] = set()
         consumed: list[str] = []
