@@ -237,3 +237,12 @@ def test_verify_does_not_tell_to_remove_weights_that_nobody_hashed(tmp_path, cap
     status, report, _ = command(capsys, "verify-checkpoint", directory, "--json")
     assert status == 1
     assert {problem["code"] for problem in report["problems"]} == {"catalogue-incomplete"}
+
+
+@pytest.mark.parametrize("text", ['checkpoints = ["x"]', 'targets = "sm90"', "targets = [1]"])
+def test_an_artifact_file_of_other_types_is_one_sentence(tmp_path, capsys, text):
+    (tmp_path / "bad.toml").write_text(f'artifact = "bad"\nformats = []\n{text}\n')
+    directory = bases.b0().write(tmp_path / "checkpoint")
+    status, _, error = command(capsys, "verify-checkpoint", directory, "--recipes", tmp_path)
+    assert status == 2
+    assert "bad.toml is not a usable artifact file" in error
