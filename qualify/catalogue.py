@@ -92,7 +92,7 @@ def load(recipes: Path | None = None) -> dict[str, Artifact]:
         try:
             with path.open("rb") as file:
                 artifact = _artifact(tomllib.load(file))
-        except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
+        except (OSError, tomllib.TOMLDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise CannotRun(f"{folder.name}/{path.name} is not a usable artifact file: {error}") from None
         if artifact.name != path.stem:
             raise CannotRun(f"{folder.name}/{path.name} describes the artifact {artifact.name!r}")

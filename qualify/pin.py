@@ -22,6 +22,7 @@ from qualify.errors import CannotRun, Rejected
 from qualify.verify import _progress, journal_path
 
 _NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
+_TAKEN = "{} is there already: pin overwrites nothing; name another file with --output"
 _HEX40 = re.compile(r"^[0-9a-f]{40}\Z")
 
 
@@ -62,6 +63,14 @@ def run(args: argparse.Namespace) -> int:
     known = [e for a in catalogue.load().values() for e in a.checkpoints if e.repository == repository]
     epoch = new_epoch(args.epoch, {entry.source_epoch for entry in known})
     paths = {name: path for name, (path, _) in result.checkpoint.files.items()}
+    name = (repository or result.checkpoint.root.name).rpartition("/")[2]
+    output = (
+        Path(args.output)
+        if args.output
+        else Path("build/pins") / f"{re.sub(r'[^A-Za-z0-9._-]', '-', name)}-{epoch}.toml"
+    )
+    if os.path.lexists(output):  # asked before hours of hashing, and once more when it is written
+        raise Rejected(_TAKEN.format(output))
     try:
         found = digests(paths, Journal(journal_path(result.checkpoint.root)), _progress())
     except OSError as error:
@@ -69,12 +78,6 @@ def run(args: argparse.Namespace) -> int:
     if found["config.json"] != hashlib.sha256(result.checkpoint.config_raw or b"").hexdigest():
         raise CannotRun("config.json changed between inspection and hashing: pin a checkpoint at rest")
     text = proposal(result, artifact, repository, revision, epoch, found)
-    name = (repository or result.checkpoint.root.name).rpartition("/")[2]
-    output = (
-        Path(args.output)
-        if args.output
-        else Path("build/pins") / f"{re.sub(r'[^A-Za-z0-9._-]', '-', name)}-{epoch}.toml"
-    )
     write(output, text)
     print(f"wrote {output}: {len(found)} files of {repository or 'an unnamed repository'}, epoch {epoch}")
     print(f"to accept it, a reviewer copies it into recipes/{artifact}.toml and fills in reviewed_by")
@@ -165,16 +168,18 @@ def new_epoch(wanted: str | None, taken: set[str]) -> str:
 
 
 def write(output: Path, text: str) -> None:
-    """Write the whole proposal or nothing."""
+    """Write the whole proposal or nothing, and never over another file. Raises ``Rejected`` when there is one."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}.")
         try:
             with os.fdopen(descriptor, "w") as file:
                 file.write(text)
-            Path(temporary).replace(output)
-        except BaseException:
+            Path(temporary).chmod(0o644)
+            os.link(temporary, output)  # a rename would replace what is there
+        finally:
             Path(temporary).unlink()
-            raise
+    except FileExistsError:
+        raise Rejected(_TAKEN.format(output)) from None
     except OSError as error:
         raise CannotRun(f"cannot write {output}: {error.strerror}") from None

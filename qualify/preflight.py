@@ -96,6 +96,8 @@ def check(
 def _format(result: inspection.Inspection, artifact: catalogue.Artifact, findings: Findings) -> None:
     """The weight gate: an artifact serves its formats, and BF16 weights are none of them."""
     found = result.contents.format
+    if not result.contents.modules:
+        return  # nothing is stored: the inspection says so
     if found in artifact.formats:
         if result.artifact not in (None, artifact.name):
             findings.problem(

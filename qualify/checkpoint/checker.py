@@ -118,7 +118,8 @@ class Checker:
             if any(problem.code.startswith(("quantization-", "config-")) for problem in self.findings.problems):
                 self.believe = False
                 return
-            contents.format = "fp4-undeclared" if stored_dtype(first) == "U8" else "fp8-undeclared"
+            kind = "fp8" if stored_dtype(first) in NARROW else "fp4" if stored_dtype(first) == "U8" else "integer"
+            contents.format = f"{kind}-undeclared"
             self.believe = False
             self.findings.problem(
                 "stored-not-declared",

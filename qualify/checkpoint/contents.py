@@ -22,6 +22,7 @@ SCALE_LEAVES = frozenset(
         "input_global_scale",
     }
 )
+_INTEGERS = frozenset({"U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"})
 KV_LEAVES = frozenset({"k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale"})
 #: stacked experts: ``experts.down_proj_scale_inv`` is the ``weight_scale_inv`` of ``experts.down_proj``
 _STACKED = re.compile(r"^(gate_up_proj|gate_proj|up_proj|down_proj)(_scale_inv|_scales?|_blocks|_bias|_packed)?$")
@@ -110,7 +111,8 @@ def is_quantised(leaves: dict[str, Tensor]) -> bool:
     if "weight_packed" in leaves or "qweight" in leaves:
         return True
     weight = leaves.get("weight")
-    return weight is not None and (weight.dtype in NARROW or weight.dtype in ("U8", "I8", "I32"))
+    # Any integer dtype holds packed codes: I32 in GPTQ, U32 in MLX, U8 in FP4 formats.
+    return weight is not None and (weight.dtype in NARROW or weight.dtype in _INTEGERS)
 
 
 def stored_dtype(leaves: dict[str, Tensor]) -> str:

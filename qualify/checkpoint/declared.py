@@ -121,7 +121,7 @@ def unknown_keys(mapping: dict[str, Any], known: set[str], where: str, findings:
 
 
 def names_of(raw: dict[str, Any], keys: tuple[str, ...], findings: Findings) -> list[str]:
-    entries: list[str] = []
+    entries: list[str] | None = None
     for key in keys:
         value = raw.get(key)
         if value is None:
@@ -129,10 +129,11 @@ def names_of(raw: dict[str, Any], keys: tuple[str, ...], findings: Findings) -> 
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             findings.problem("quantization-malformed", key, f"{key} is {show(value)}, not a list of names")
             continue
-        if entries and set(entries) != set(value):
+        # An empty list is a statement as well: engines take the first key that is there.
+        if entries is not None and set(entries) != set(value):
             findings.problem("quantization-conflict", key, f"{' and '.join(keys)} differ")
         entries = entries or value
-    return entries
+    return entries or []
 
 
 def pair(value: Any) -> tuple[int, int] | None:

@@ -55,6 +55,8 @@ def open_checkpoint(directory: str | Path, findings: Findings, revision: str | N
 
     Raises ``CannotRun`` when the directory itself cannot be listed: then there is no verdict.
     """
+    if directory == "":
+        raise CannotRun("no model directory is given (MODEL_DIR= or DIR)")  # "" would mean the current one
     root = _directory(Path(directory))
     root, snapshot = _snapshot(root, findings, revision)
     checkpoint = Checkpoint(root, snapshot)

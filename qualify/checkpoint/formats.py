@@ -32,7 +32,7 @@ def check(
     findings: Findings,
 ) -> str | None:
     """Run the check of the format; return the artifact that serves it, or None with the reason reported."""
-    if contents.format in PLAIN_FORMATS:
+    if declared.unserved is None and contents.format in PLAIN_FORMATS:
         findings.note(
             "no-artifact",
             contents.format,

@@ -203,9 +203,17 @@ def _kv_cache(result: Inspection, inventory: inventories.Inventory | None) -> No
     layers: dict[int | None, set[str]] = {}
     if inventory is not None:
         layers = {inventories.layer_of(name): set() for name in inventory.modules if name.endswith(".k_proj")}
+    promised = set(layers)
     for tensor in stored:
-        leaf = tensor.name.rpartition(".")[2]
-        found = layers.setdefault(inventories.layer_of(tensor.name), set())
+        layer, leaf = inventories.layer_of(tensor.name), tensor.name.rpartition(".")[2]
+        if inventory is not None and (layer not in promised or ".self_attn." not in tensor.name):
+            findings.problem(
+                "tensor-unexpected", tensor.name, f"{show(tensor.name)} is a K/V scale of no attention of the config"
+            )
+            continue
+        if tensor.dtype not in ("F32", "BF16"):
+            findings.problem("scale-dtype", tensor.name, f"{show(tensor.name)} is stored {tensor.dtype}, not F32")
+        found = layers.setdefault(layer, set())
         found.update(("k_scale", "v_scale") if leaf == "kv_scale" else (leaf,))
     for layer, leaves in layers.items():
         for leaf in sorted({"k_scale", "v_scale"} - leaves):
@@ -234,9 +242,10 @@ def _side_notes(result: Inspection) -> None:
     if "generation_config.json" not in present:
         findings.note("generation-config-missing", "generation_config.json", "there is no generation_config.json")
     if config.get("model_type") == "k2_horizon" and config.get("mova_num_experts"):
-        if PROVENANCE in config and config[PROVENANCE] not in (1, 2):
-            findings.problem("config-value", PROVENANCE, f"{PROVENANCE} is {show(config[PROVENANCE])}; it is 1 or 2")
-        if config.get(PROVENANCE) is None:
+        stated = config.get(PROVENANCE)
+        if stated is not None and (type(stated) is not int or stated not in (1, 2)):
+            findings.problem("config-value", PROVENANCE, f"{PROVENANCE} is {show(stated)}; it is 1 or 2")
+        if stated is None:
             findings.note(
                 "router-provenance",
                 PROVENANCE,

@@ -34,6 +34,8 @@ _MAX_PATTERN = 512
 #: bytes of module names searched for short entries before the search is given up; a second or two
 _BUDGET = 2_000_000_000
 _SECONDS = 2.0
+#: all globs of one list: a thousand on the largest checkpoints known
+_GLOB_SECONDS = 15.0
 
 
 class BadPattern(ValueError):
@@ -51,12 +53,31 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     bare = re.sub(r"\[\^?\]?[^\]]*\]", "x", re.sub(r"\\.", "x", pattern))
     if re.search(r"\)[*+{]", bare) or re.search(r"\\[1-9]", pattern) or "(?P=" in pattern or "(?(" in pattern:
         raise BadPattern("repeats a group or refers back to one, which can take for ever")
-    if len(re.findall(r"[*+{]", bare)) > 4:
+    repeats, choices = len(re.findall(r"[*+{]", bare)), _choices(bare)
+    if repeats > 4:
         raise BadPattern("has more than four open repeats, which can take for ever")
+    if choices > 1 << 18 - 3 * repeats:
+        raise BadPattern(f"has {choices:.0e} combinations of alternatives, which can take for ever")
     try:
         return re.compile(pattern)
     except (re.error, OverflowError, RecursionError, ValueError) as error:
         raise BadPattern(f"is no regular expression ({str(error)[:60]})") from None
+
+
+def _choices(bare: str) -> int:
+    """Upper bound on the ways through ``|`` and ``?``: ``(a|a)`` and ``a?`` in a row double the time each."""
+    bare = re.sub(r"\(\?(?:[:=!]|<[=!]|P<\w*>)", "(", bare)
+    total, open_groups = 1, [1]
+    for character in bare:
+        if character == "(":
+            open_groups.append(1)
+        elif character == "|":
+            open_groups[-1] += 1
+        elif character == ")" and len(open_groups) > 1:
+            total *= open_groups.pop()
+        elif character == "?":
+            total *= 2
+    return total * open_groups[0]
 
 
 @dataclass(slots=True)
@@ -93,6 +114,7 @@ class Names:
         self._text = ""
         self._spent = 0
         self._seconds = 0.0
+        self._glob_seconds = 0.0
 
     def below(self, parent: str) -> list[str]:
         """The modules below ``parent``."""
@@ -126,23 +148,32 @@ class Names:
         found = []
         began = time.monotonic()
         for name in self.modules:
-            if compiled.match(name):
-                found.append(name)
+            # Asked first: once the time is spent, not even one more match is tried.
             if time.monotonic() - began > _SECONDS - self._seconds:
                 self._seconds = _SECONDS
                 raise BadPattern("takes too long on these module names")
+            if compiled.match(name):
+                found.append(name)
         self._seconds += time.monotonic() - began
         return found
 
     def glob(self, pattern: str) -> list[str]:
-        """The modules that the shell glob ``pattern`` matches. Raises ``BadPattern``."""
+        """The modules that the shell glob ``pattern`` matches, a wrapper prefix aside. Raises ``BadPattern``."""
+        if self._glob_seconds > _GLOB_SECONDS:
+            raise BadPattern("comes after too many others: all globs together take too long")
         if len(pattern) > _MAX_PATTERN or pattern.count("*") > 6:
             raise BadPattern("is too long or has more than six stars")
         try:
             compiled = re.compile(fnmatch.translate(pattern))
         except re.error as error:
             raise BadPattern(f"is no glob ({str(error)[:60]})") from None
-        return [name for name in self.modules if compiled.match(name)]
+        began = time.monotonic()
+        found = [name for name in self.modules if compiled.match(name)]
+        if not found:
+            bare = re.compile(fnmatch.translate(_unwrap(pattern)))
+            found = [name for name in self.modules if bare.match(_unwrap(name))]
+        self._glob_seconds += time.monotonic() - began
+        return found
 
 
 def match(entry: str, names: Names, rule: str) -> Match:
@@ -183,9 +214,6 @@ def _match_rule(found: Match, names: Names, rule: str) -> None:
                 found.modules, found.how = names.containing(f".{entry}."), "infix"
     elif any(character in entry for character in "*?["):
         found.modules, found.how = names.glob(entry), "glob"
-        if not found.modules:
-            stripped = _unwrap(entry)
-            found.modules = [n for n in names.modules if fnmatch.fnmatchcase(_unwrap(n), stripped)]
     else:
         found.modules, found.how = list(names.below(entry)), "parent"
 

@@ -63,7 +63,8 @@ def parse(config: dict[str, Any] | None, hf_quant: dict[str, Any] | None, findin
         declared.targets = [("Linear", mxfp4("mxfp4"))]
         declared.unserved = "MXFP4 (exponent-only scales)"
     else:
-        declared.format = slug(method)
+        # The name is the checkpoint's own: "bf16" must not pass for weights that are not quantised.
+        declared.format = f"unknown-{slug(method)}" if slug(method) in ("bf16", "fp16", "fp32") else slug(method)
         declared.unserved = f"quant_method {show(method)}"
     return declared
 

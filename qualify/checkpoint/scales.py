@@ -41,6 +41,8 @@ _FLOATS = {"F32": ("i", 0x7F800000), "BF16": ("h", 0x7F80), "F16": ("h", 0x7C00)
 _GOOD_E4M3 = bytes(code for code in range(1, 0x7F))
 _GOOD_E8M0 = bytes(range(255))
 _CHUNK = 4 << 20
+#: scalars of stacked experts, one each: more is no scalar, and its shape is reported
+_MAX_STACK = 4096
 #: positions that one problem names
 _FIRST = 3
 
@@ -103,20 +105,23 @@ def check(contents: Contents, declared: Declared, paths: dict[str, str], finding
     jobs += [(tensor, False) for tensor in contents.kv_scales]
     jobs.sort(key=lambda job: (job[0].shard, job[0].start))
     globals_: dict[str, float] = {}
+    bad: set[str] = set()
     total = 0
     with Reader(paths) as reader:
         for tensor, exponents, raw, first in _fetch(jobs, reader):
             total += len(raw)
             if len(raw) < tensor.end - tensor.start:
                 continue  # a truncated shard, reported as such
-            _values(tensor, exponents, raw, first, findings)
+            # A sparse file makes gigabytes of bad values for nothing: the first bad piece of a tensor is told.
+            if tensor.name not in bad and _values(tensor, exponents, raw, first, findings):
+                bad.add(tensor.name)
             leaf = tensor.name.rpartition(".")[2]
-            if tensor.dtype != "F32":
+            if tensor.dtype not in ("F32", "BF16"):
                 continue
-            if leaf in ("weight_scale_2", "weight_global_scale") and len(raw) == 4:
-                globals_[tensor.name] = struct.unpack("<f", raw)[0]
-            elif leaf == "input_scale" and declared.format == "e2m1-k32":
-                _is_one(tensor, decode(raw, "F32"), findings)
+            if leaf in ("weight_scale_2", "weight_global_scale") and math.prod(tensor.shape) == 1:
+                globals_[tensor.name] = decode(raw, tensor.dtype)[0]
+            elif leaf == "input_scale" and declared.format == "e2m1-k32" and math.prod(tensor.shape) <= _MAX_STACK:
+                _is_one(tensor, decode(raw, tensor.dtype), findings)
     for tensor in contents.kv_scales:
         _kv_shape(tensor, findings)
     _pairs(globals_, findings)
@@ -150,8 +155,8 @@ def _fetch(jobs: list[tuple[Tensor, bool]], reader: Reader) -> Iterator[tuple[Te
         position = last
 
 
-def _values(tensor: Tensor, exponents: bool, raw: bytes, first: int, findings: Findings) -> None:
-    """Report NaN, infinite, zero and negative values of one scale tensor, with positions."""
+def _values(tensor: Tensor, exponents: bool, raw: bytes, first: int, findings: Findings) -> bool:
+    """Report NaN, infinite, zero and negative values of (a piece of) one scale tensor; True when there are any."""
     if tensor.dtype in _FLOATS:
         code, infinity = _FLOATS[tensor.dtype]
         patterns = array.array(code)
@@ -159,7 +164,7 @@ def _values(tensor: Tensor, exponents: bool, raw: bytes, first: int, findings: F
         if sys.byteorder == "big":
             patterns.byteswap()
         if not patterns or (min(patterns) > 0 and max(patterns) < infinity):
-            return
+            return False
         magnitude = (1 << (8 * patterns.itemsize - 1)) - 1
         bad: dict[str, list[int]] = {}
         for position, pattern in enumerate(patterns):
@@ -175,7 +180,7 @@ def _values(tensor: Tensor, exponents: bool, raw: bytes, first: int, findings: F
             bad.setdefault(kind, []).append(position)
     elif tensor.dtype == "F8_E4M3":
         if not raw.translate(None, _GOOD_E4M3):
-            return
+            return False
         bad = {}
         for position, code in enumerate(raw):
             if 0 < code < 0x7F:
@@ -184,19 +189,21 @@ def _values(tensor: Tensor, exponents: bool, raw: bytes, first: int, findings: F
             bad.setdefault(kind, []).append(position)
     elif tensor.dtype == "F8_E8M0" or (tensor.dtype == "U8" and exponents):
         if not raw.translate(None, _GOOD_E8M0):
-            return
+            return False
         bad = {"nan": [position for position, code in enumerate(raw) if code == 255]}
     else:
-        return
+        return False
+    at_least = "" if math.prod(tensor.shape) * BITS[tensor.dtype] == 8 * len(raw) else "at least "
     for kind, positions in sorted(bad.items()):
         where = ", ".join(_position(first + position, tensor.shape) for position in positions[:_FIRST])
         word = {"nan": "NaN", "infinite": "infinite"}.get(kind, kind)
         findings.problem(
             f"scale-{kind}",
             tensor.name,
-            f"{show(tensor.name)} has {len(positions):,} {word} value{'s' if len(positions) > 1 else ''}, "
+            f"{show(tensor.name)} has {at_least}{len(positions):,} {word} value{'s' if len(positions) > 1 else ''}, "
             f"at {where}" + (", ..." if len(positions) > _FIRST else ""),
         )
+    return any(bad.values())
 
 
 def _position(position: int, shape: tuple[int, ...]) -> str:

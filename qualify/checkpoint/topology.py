@@ -43,6 +43,8 @@ class Topology:
 
 def candidates(contents: Contents, config: Mapping[str, Any]) -> list[Topology]:
     """All pairs of powers of two up to 16, with the reasons against each."""
+    if not contents.signatures:
+        return []
     experts = expert_count(config)
     return [check(contents, config, tp, ep) for tp in TP for ep in TP if ep <= tp and (ep == 1 or experts)]
 

@@ -199,6 +199,6 @@ def _prefix(config: Mapping[str, Any]) -> list[int]:
 
 def _size(config: Mapping[str, Any], key: str, minimum: int = 1) -> int:
     value = config.get(key)
-    if type(value) is not int or value < minimum:
-        raise Rejected(f"config.json {key} must be an integer of at least {minimum}, got {value!r}")
+    if type(value) is not int or not minimum <= value < 1 << 40:
+        raise Rejected(f"config.json {key} must be an integer from {minimum} below 2^40, got {value!r:.60}")
     return value

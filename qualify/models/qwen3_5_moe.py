@@ -97,6 +97,6 @@ def _layer_types(text: Mapping[str, Any]) -> list[str]:
 
 def _size(text: Mapping[str, Any], key: str) -> int:
     value = text.get(key)
-    if type(value) is not int or value < 1:
-        raise Rejected(f"config.json {key} must be an integer of at least 1, got {value!r:.60}")
+    if type(value) is not int or not 1 <= value < 1 << 40:
+        raise Rejected(f"config.json {key} must be an integer from 1 below 2^40, got {value!r:.60}")
     return value
