@@ -109,29 +109,12 @@ def proposal(
         lines += [
             "",
             "[[checkpoints.files]]",
-            f"role = {json.dumps(role(name))}",
+            f"role = {json.dumps(files.role(name))}",
             f"name = {json.dumps(name)}",
             f"bytes = {result.checkpoint.files[name][1]}",
             f"sha256 = {json.dumps(digest)}",
         ]
     return "\n".join(lines) + "\n"
-
-
-def role(name: str) -> str:
-    """The role of a file in a checkpoint, by its name."""
-    if name.endswith(files.WEIGHTS):
-        return "weights"
-    if name == files.INDEX:
-        return "index"
-    if name in (files.CONFIG, files.HF_QUANT):
-        return "config" if name == files.CONFIG else "other"
-    if name == "generation_config.json":
-        return "generation"
-    if name.startswith("chat_template"):
-        return "template"
-    if name in files.TOKENIZERS or name in ("special_tokens_map.json", "added_tokens.json", "merges.txt"):
-        return "tokenizer"
-    return "code" if name.endswith(".py") else "other"
 
 
 def hub_repository(root: Path) -> str | None:

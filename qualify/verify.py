@@ -88,9 +88,9 @@ def verify(
     for name in sorted(set(listed) - set(checkpoint.files)):
         findings.problem("file-missing", name, f"{show(name)} is in the catalogue and not in the directory")
     for name in sorted(set(checkpoint.files) - set(listed)):
-        # An unknown README serves nothing; an unknown weight, declaration or program would. An entry without
-        # the weights' digests says nothing against them.
-        if entry.pinned and (name.endswith((files.WEIGHTS, ".py")) or name in (files.INDEX, files.HF_QUANT)):
+        # An unknown README serves nothing; an unknown weight, declaration, tokenizer, template or program would.
+        # An entry without the weights' digests says nothing against them.
+        if entry.pinned and (files.role(name) != "other" or name == files.HF_QUANT):
             findings.problem("file-uncatalogued", name, f"{show(name)} is not in the catalogue, and engines read it")
     if not entry.pinned:
         findings.problem(

@@ -92,6 +92,8 @@ class Checker:
                 self._unpromised(name, stored[name])
         self._report_missing(promised)
         if self.inventory is None and experts and self._complete:
+            if layers:
+                completeness.enumerate_layers(self.contents, layers, nextn, self.findings)
             completeness.enumerate_experts(self.contents, experts, self.findings)
         completeness.check_uniform(self.contents, self.findings)
         self._notes()

@@ -7,7 +7,7 @@ from typing import Any
 from qualify.checkpoint.contents import EXPERT, SCALE_LEAVES, Contents
 from qualify.checkpoint.matching import FUSED
 from qualify.checkpoint.problems import Findings, show
-from qualify.models.inventory import Promised, layer_of
+from qualify.models.inventory import Promised, layer_of, module_class
 
 #: last part of a projection inside a fused set -> the name of the set
 _FUSED_OF = {part: fused for fused, parts in FUSED.items() for part in parts}
@@ -74,6 +74,21 @@ def _whole_groups(absent: set[str], promised: dict[str, list[Promised]], key) ->
         if (group := key(name)) is not None:
             groups.setdefault(group, []).append(name)
     return {group: names for group, names in groups.items() if len(names) > 1 and absent.issuperset(names)}
+
+
+def enumerate_layers(contents: Contents, count: int, drafts: int, findings: Findings) -> None:
+    """Without an inventory: every one of the config's ``count`` layers is there, and none beyond the ``drafts``."""
+    names = (name for name in contents.modules if module_class(name) not in ("vision", "mtp"))
+    stored = {layer for name in names if (layer := layer_of(name)) is not None}
+    why = f"the config has {count} layers"
+    absent = count - sum(layer < count for layer in stored)
+    if absent:  # one problem, whatever number a config claims
+        first = next(layer for layer in range(count) if layer not in stored)
+        findings.problem(
+            "layer-missing", f"layer {first}", f"{absent:,} layers are absent, the first is {first}; {why}"
+        )
+    for layer in sorted(layer for layer in stored if layer >= count + drafts):
+        findings.problem("layer-beyond-config", f"layer {layer}", f"layer {layer} is stored; {why}")
 
 
 def enumerate_experts(contents: Contents, count: int, findings: Findings) -> None:

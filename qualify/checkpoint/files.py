@@ -379,3 +379,20 @@ def _report_absent(checkpoint: Checkpoint, owner: dict[str, str], findings: Find
                 shard,
                 f"{show(shard)} is in the index and absent, with {count:,} tensors nobody else has",
             )
+
+
+def role(name: str) -> str:
+    """The role of a file in a checkpoint, by its name."""
+    if name.endswith(WEIGHTS):
+        return "weights"
+    if name == INDEX:
+        return "index"
+    if name in (CONFIG, HF_QUANT):
+        return "config" if name == CONFIG else "other"
+    if name == "generation_config.json":
+        return "generation"
+    if name.startswith("chat_template"):
+        return "template"
+    if name in TOKENIZERS or name in ("special_tokens_map.json", "added_tokens.json", "merges.txt"):
+        return "tokenizer"
+    return "code" if name.endswith(".py") else "other"

@@ -741,3 +741,22 @@ def test_a_parent_has_no_effect_in_compressed_tensors(tmp_path):
     result = inspect(base, tmp_path)
     assert "ignore-parent" in codes(result)
     assert len(subjects(result, "linear-not-ignored")) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (lambda base: [base.tensors.pop(name) for name in list(base.tensors) if ".layers.1." in name], "layer-missing"),
+        (lambda base: base.config.update(num_hidden_layers=1), "layer-beyond-config"),
+    ],
+)
+def test_layers_without_an_inventory_are_counted(tmp_path, change, code):
+    base = bases.e2m1(layers=2)
+    change(base)
+    assert code in codes(inspect(base, tmp_path))
+
+
+def test_a_draft_layer_is_no_layer_too_many(tmp_path):
+    base = bases.e2m1(layers=2)
+    base.config.update(num_hidden_layers=1, num_nextn_predict_layers=1)
+    assert "layer-beyond-config" not in codes(inspect(base, tmp_path))
