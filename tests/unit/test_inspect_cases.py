@@ -156,7 +156,8 @@ def test_11_a_nan_exponent_is_found_in_either_dtype(tmp_path):
 
 def test_13_one_scalar_for_a_fused_projection_is_noted(tmp_path):
     base = bases.b2()
-    base.config |= {"model_type": "other", "architectures": ["OtherForCausalLM"], "num_hidden_layers": 1}
+    base.config |= {"model_type": "other", "architectures": ["OtherForCausalLM"]}
+    base.config["text_config"]["num_hidden_layers"] = 1
     base.hf_quant = None
     tensors: dict[str, T] = {}
     bases.bf16(tensors, "model.embed_tokens", 256, 256)
