@@ -5,7 +5,9 @@ SHELL := bash
 MAKEFLAGS += --no-print-directory
 
 # One cache for wheels, base and test tools, in the home of whoever calls: sudo does not move it.
-HORIZON_CACHE ?= $(shell getent passwd "$${SUDO_USER:-$$(id -un)}" | cut -d: -f6)/.cache/horizon-images
+ifeq ($(strip $(HORIZON_CACHE)),)
+override HORIZON_CACHE := $(shell getent passwd "$${SUDO_USER:-$$(id -un)}" | cut -d: -f6)/.cache/horizon-images
+endif
 export HORIZON_CACHE
 export STRICT BASE_IMAGE DOCKER
 export PYTHONDONTWRITEBYTECODE := 1
@@ -28,6 +30,9 @@ help: ## this list
 image: ## build, check in the container and tag :candidate (ARTIFACT=...)
 	@[ -n "$(ARTIFACT)" ] || { echo "rejected: say which image, for example make image ARTIFACT=mova-fp8" >&2; exit 1; }
 	@images/host.sh >/dev/null
+	@# What sudo makes in somebody's home belongs to them.
+	@for folder in "$(dir $(HORIZON_CACHE))" "$(HORIZON_CACHE)"; do \
+		[ -z "$${SUDO_UID:-}" ] || [ -d "$$folder" ] || install -d -o "$$SUDO_UID" -g "$$SUDO_GID" "$$folder"; done
 	@python3 images/build.py "$(ARTIFACT)" --cache "$(HORIZON_CACHE)"
 
 .PHONY: test
