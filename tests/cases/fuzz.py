@@ -218,7 +218,7 @@ def _mutate_header(document: dict[str, Any], rng: random.Random) -> None:
     elif kind == 1:
         document[rng.choice(("", "__metadata__", "x" * 600, "\ud800", "a\x00b", name + "2"))] = document.pop(name)
     elif kind == 2:
-        document[name] = rng.choice(VALUES)
+        document[name] = copy.deepcopy(rng.choice(VALUES))
     elif not isinstance(entry, dict) or not entry:
         return
     elif kind == 3:
@@ -228,7 +228,7 @@ def _mutate_header(document: dict[str, Any], rng: random.Random) -> None:
             rng.choice((0, 1, 2, 127, 128, 256, 1 << 40, -1, 1.5, True)) for _ in range(rng.randrange(10))
         ]
     elif kind == 5 and isinstance(entry.get("shape"), list) and entry["shape"]:
-        entry["shape"][rng.randrange(len(entry["shape"]))] = rng.choice(VALUES)
+        entry["shape"][rng.randrange(len(entry["shape"]))] = copy.deepcopy(rng.choice(VALUES))
     elif kind == 6 and isinstance(entry.get("data_offsets"), list) and len(entry["data_offsets"]) == 2:
         shift = rng.choice((-64, -4, -1, 1, 4, 64, 1 << 40))
         which = rng.choice(((0,), (1,), (0, 1)))
@@ -236,7 +236,7 @@ def _mutate_header(document: dict[str, Any], rng: random.Random) -> None:
             if type(entry["data_offsets"][index]) is int:
                 entry["data_offsets"][index] += shift
     elif kind == 7:
-        entry[rng.choice(list(entry))] = rng.choice(VALUES)
+        entry[rng.choice(list(entry))] = copy.deepcopy(rng.choice(VALUES))
     elif kind == 8:
         entry.pop(rng.choice(list(entry)))
     else:
@@ -339,7 +339,11 @@ def _operation(base: Base, rng: random.Random) -> list[Any]:
     if kind in (6, 7, 8):
         document = rng.choice(("config", "quantization", "quantization", "hf"))
         path = _random_path(_document(base, document), rng)
-        return ["set", document, path, rng.choice(VALUES)] if rng.random() < 0.75 else ["unset", document, path]
+        return (
+            ["set", document, path, copy.deepcopy(rng.choice(VALUES))]
+            if rng.random() < 0.75
+            else ["unset", document, path]
+        )
     if kind == 9:
         key = rng.choice(
             (
@@ -352,7 +356,7 @@ def _operation(base: Base, rng: random.Random) -> list[Any]:
                 "kv_cache_scheme",
             )
         )
-        return ["set", rng.choice(("quantization", "hf")), [key], rng.choice(VALUES)]
+        return ["set", rng.choice(("quantization", "hf")), [key], copy.deepcopy(rng.choice(VALUES))]
     if kind == 10:
         entry = rng.choice((tensor.rpartition(".")[0], tensor, "lm_head", "", "re:.*", "model", "0", "x.", "*"))
         return ["ignore", entry]
