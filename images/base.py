@@ -17,6 +17,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import tomllib
 from pathlib import Path
@@ -34,7 +35,6 @@ CLEAN = [
     ": > $1/etc/resolv.conf; : > $1/etc/hostname; chmod 644 $1/etc/resolv.conf $1/etc/hostname",
     "printf '127.0.0.1 localhost\\n' > $1/etc/hosts",
     "rm -rf $1/var/log/* $1/var/cache/ldconfig/* $1/var/cache/debconf/*-old $1/var/lib/dpkg/*-old $1/etc/.pwd.lock",
-    "mkdir -p $1/dev",  # a mount point; made by the first container otherwise, with that day's date
     "rm -rf $1/run/* $1/tmp/* $1/etc/*- $1/var/cache/apt/*.bin $1/var/cache/apt/archives/*.deb $1/var/lib/apt/lists/*",
 ]
 
@@ -102,6 +102,11 @@ def bootstrap(folder: Path) -> dict[str, str]:
         errors = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("E: ")]
         reason = "; ".join(line[3:] for line in errors[:2]) or log.read_text(errors="replace")[-300:]
         raise CannotRun(f"mmdebstrap failed: {reason} (network to the Debian mirrors? free disk?)")
+    # The device nodes stay out, their folder does not: the first step of a build would make it, with that day's date.
+    with tarfile.open(folder / "rootfs.tar", "a") as tar:
+        device_folder = tarfile.TarInfo("./dev")
+        device_folder.type, device_folder.mode, device_folder.mtime = tarfile.DIRTYPE, 0o755, epoch
+        tar.addfile(device_folder)
     packages = parse_apt_cache(listing.read_text())
     listing.unlink()
     log.unlink()

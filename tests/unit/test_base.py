@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -96,6 +97,14 @@ def test_the_lock_of_the_repository():
 # The bootstrap
 
 
+def held(folder: Path) -> str:
+    """What the root file system below ``folder`` is, by its one file; its /dev must be there with the epoch."""
+    with tarfile.open(folder / "rootfs.tar") as tar:
+        device_folder = tar.getmember("./dev")
+        assert (device_folder.isdir(), device_folder.mode, device_folder.mtime) == (True, 0o755, base.settings()[1])
+        return tar.extractfile("what").read().decode()
+
+
 @pytest.fixture
 def bootstrap(tmp_path, monkeypatch, commands):
     """base.build with a fake mmdebstrap, its lock and settings in ``tmp_path``."""
@@ -113,7 +122,8 @@ def bootstrap(tmp_path, monkeypatch, commands):
             "mmdebstrap",
             f"{before}\n"
             'for a; do case $a in *"> \'"*packages.txt*) list=${a##*"> \'"};; */rootfs.tar) tar=$a;; esac; done\n'
-            f'cp "{tmp_path}/packages" "${{list%\\\'}}"\nprintf "%s" "{rootfs}" >"$tar"\n'
+            f'cp "{tmp_path}/packages" "${{list%\\\'}}"\n'
+            f'printf "%s" "{rootfs}" >"{tmp_path}/what"; tar -C "{tmp_path}" -cf "$tar" what\n'
             f'printf "%s" "$SOURCE_DATE_EPOCH $LC_ALL" >"{tmp_path}/environment"',
         )
 
@@ -147,8 +157,9 @@ def leavings(cache: Path) -> list[str]:
 
 def test_build_makes_a_base_once(bootstrap, tmp_path):
     folder = bootstrap.build()
-    assert (folder / "rootfs.tar").read_text() == "a root file system"
-    assert (folder / "rootfs.sha256").read_text().strip() == hashlib.sha256(b"a root file system").hexdigest()
+    assert held(folder) == "a root file system"
+    data = (folder / "rootfs.tar").read_bytes()
+    assert (folder / "rootfs.sha256").read_text().strip() == hashlib.sha256(data).hexdigest()
     assert (folder / "drift.txt").read_text() == ""
     assert sorted(path.name for path in folder.iterdir()) == ["drift.txt", "rootfs.sha256", "rootfs.tar"]
     assert (tmp_path / "environment").read_text() == "1700000000 C.UTF-8"
@@ -210,12 +221,13 @@ def test_strict_takes_a_base_that_is_the_locked_one(bootstrap):
 
 def test_a_flipped_byte_in_a_cached_base_is_named(bootstrap):
     folder = bootstrap.build()
-    (folder / "rootfs.tar").write_text("b root file system")
+    spoilt = b"x" + (folder / "rootfs.tar").read_bytes()[1:]
+    (folder / "rootfs.tar").write_bytes(spoilt)
     with pytest.raises(Rejected) as refusal:
         bootstrap.build()
     assert str(folder / "rootfs.tar") in str(refusal.value)
     assert str(refusal.value).endswith("delete the folder and run again")
-    assert (folder / "rootfs.tar").read_text() == "b root file system"
+    assert (folder / "rootfs.tar").read_bytes() == spoilt
 
 
 def test_a_failing_mmdebstrap_says_why(bootstrap):
@@ -262,7 +274,7 @@ def test_killed_half_way_it_leaves_no_base(bootstrap, tmp_path, signal):
     assert [path.name for path in (bootstrap.cache / "base").iterdir()] == leavings(bootstrap.cache) != []
     bootstrap.mirror()
     folder = bootstrap.build()
-    assert (folder / "rootfs.tar").read_text() == "a root file system"
+    assert held(folder) == "a root file system"
 
 
 def test_a_killed_mmdebstrap_leaves_no_base(bootstrap):
@@ -305,7 +317,7 @@ def test_the_listing_hook_survives_two_shells(bootstrap, tmp_path, monkeypatch):
     calls.add(
         "mmdebstrap",
         "for a; do case $a in --customize-hook=chroot*) hook=${a#--customize-hook=};;"
-        ' */rootfs.tar) : >"$a";; esac; done\n'
+        ' */rootfs.tar) tar -cf "$a" -T /dev/null;; esac; done\n'
         'sh -c "$hook" hook /nowhere; list=${hook##*"> \'"}; cp "${list%\\\'}" "$SHOWN"',
     )
     shown, listed = tmp_path / "shown", tmp_path / "listed"
