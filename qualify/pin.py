@@ -16,14 +16,13 @@ from pathlib import Path
 
 from qualify import catalogue
 from qualify.checkpoint import files, inspection
-from qualify.checkpoint.hashing import Journal, digests
+from qualify.checkpoint.hashing import Journal, digests, progress
 from qualify.checkpoint.problems import show
 from qualify.errors import CannotRun, Rejected
-from qualify.verify import _progress, journal_path
+from qualify.verify import journal_path
 
 _NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
 _TAKEN = "{} is there already: pin overwrites nothing; name another file with --output"
-_HEX40 = re.compile(r"^[0-9a-f]{40}\Z")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         raise Rejected(f"--revision {show(revision)} is not what is on disk: {on_disk}")
     if repository is not None and not _NAME.match(repository):
         raise Rejected(f"--repository {show(repository)} is not OWNER/NAME")
-    if revision is not None and not _HEX40.match(revision):
+    if revision is not None and not files.HEX40.match(revision):
         raise Rejected(f"the revision {show(revision)} is not a commit of 40 hex digits")
     known = [e for a in catalogue.load().values() for e in a.checkpoints if e.repository == repository]
     epoch = new_epoch(args.epoch, {entry.source_epoch for entry in known})
@@ -72,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     if os.path.lexists(output):  # asked before hours of hashing, and once more when it is written
         raise Rejected(_TAKEN.format(output))
     try:
-        found = digests(paths, Journal(journal_path(result.checkpoint.root)), _progress())
+        found = digests(paths, Journal(journal_path(result.checkpoint.root)), progress())
     except OSError as error:
         raise CannotRun(f"cannot read {show(str(error.filename))}: {error.strerror}") from None
     if found["config.json"] != hashlib.sha256(result.checkpoint.config_raw or b"").hexdigest():
@@ -128,14 +127,14 @@ def hub_repository(root: Path) -> str | None:
 
 def revision_of(checkpoint: files.Checkpoint) -> str | None:
     """The commit on disk: the snapshot's name, or what the hub client noted beside a plain download."""
-    if checkpoint.snapshot is not None and _HEX40.match(checkpoint.snapshot):
+    if checkpoint.snapshot is not None and files.HEX40.match(checkpoint.snapshot):
         return checkpoint.snapshot
     try:
         note = checkpoint.root / ".cache" / "huggingface" / "download" / "config.json.metadata"
         first = note.read_text(errors="replace").partition("\n")[0].strip()
     except OSError:
         return None
-    return first if _HEX40.match(first) else None
+    return first if files.HEX40.match(first) else None
 
 
 def new_epoch(wanted: str | None, taken: set[str]) -> str:

@@ -9,14 +9,13 @@ import argparse
 import hashlib
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from qualify import catalogue
 from qualify.checkpoint import files, report
-from qualify.checkpoint.hashing import Journal, digests
+from qualify.checkpoint.hashing import Journal, digests, progress
 from qualify.checkpoint.problems import Findings, show
 from qualify.errors import CannotRun, Rejected
 
@@ -101,7 +100,7 @@ def verify(
     paths = {name: checkpoint.files[name][0] for name in listed if name in checkpoint.files}
     began = time.monotonic()
     try:
-        found = digests(paths, journal, _progress(), workers)
+        found = digests(paths, journal, progress(), workers)
     except OSError as error:
         raise CannotRun(f"cannot read {show(str(error.filename))}: {error.strerror}") from None
     for name, digest in sorted(found.items()):
@@ -144,19 +143,3 @@ def journal_path(root: Path) -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     name = hashlib.sha256(str(root).encode("utf-8", "surrogateescape")).hexdigest()[:16]
     return Path(base) / "horizon-images" / "verify" / f"{name}.json"
-
-
-def _progress():
-    """A progress line on a terminal, a line every ten seconds elsewhere."""
-    terminal, last = sys.stderr.isatty(), [time.monotonic(), -1]
-
-    def show_progress(done: int, total: int) -> None:
-        now, percent = time.monotonic(), 100 * done // total if total else 100
-        if terminal:
-            end = "\n" if done == total else ""
-            print(f"\r{percent:3d}% of {total / 1e9:.2f} GB", end=end, file=sys.stderr, flush=True)
-        elif now - last[0] > 10 and percent != last[1]:
-            last[:] = [now, percent]
-            print(f"{percent:3d}% of {total / 1e9:.2f} GB", file=sys.stderr, flush=True)
-
-    return show_progress

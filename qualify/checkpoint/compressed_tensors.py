@@ -202,6 +202,3 @@ def _fp8_block(where, weights, activations, block, declared: Declared, findings:
 
 def _dense_sparsity(value: Any) -> bool:
     return isinstance(value, dict) and set(value) <= {"format", "targets", "ignore"} and value.get("format") == "dense"
-
-
-# ---------------------------------------------------------------- fp8

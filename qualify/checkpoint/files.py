@@ -26,7 +26,8 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tiktoken.model")
 #: model-00001-of-00042.safetensors -> the split it belongs to
 _SPLIT = re.compile(r"^(?P<stem>.*?)-?(?P<index>\d+)-of-(?P<count>\d+)\.safetensors$")
-_HEX40 = re.compile(r"^[0-9a-f]{40}\Z")
+#: A git or hub revision.
+HEX40 = re.compile(r"^[0-9a-f]{40}\Z")
 _MAX_ENTRIES = 100_000
 
 
@@ -85,7 +86,7 @@ def _directory(directory: Path) -> Path:
 
 def _snapshot(root: Path, findings: Findings, revision: str | None) -> tuple[Path, str | None]:
     """Resolve a hub cache root to its snapshot and check ``revision`` against what is on disk."""
-    if revision is not None and not _HEX40.match(revision):
+    if revision is not None and not HEX40.match(revision):
         findings.problem("revision", revision, f"revision {show(revision)} is not a commit of 40 lower-case hex digits")
     folder = root / "snapshots"
     if folder.is_dir() and not (root / CONFIG).exists():
@@ -103,7 +104,7 @@ def _snapshot(root: Path, findings: Findings, revision: str | None) -> tuple[Pat
                 "name one with --revision, or point at snapshots/<commit>",
             )
     snapshot = root.name if root.parent.name == "snapshots" else None
-    if revision is not None and _HEX40.match(revision) and snapshot != revision:
+    if revision is not None and HEX40.match(revision) and snapshot != revision:
         there = [root.name] if snapshot else []
         there = there or (sorted(e.name for e in folder.iterdir()) if folder.is_dir() else [])
         told = f"on disk: {', '.join(map(show, there[:4]))}" if there else "the directory is no snapshot of a hub cache"

@@ -65,6 +65,3 @@ def read(raw: dict[str, Any], declared: Declared, findings: Findings) -> None:
             Scheme("fp8-block", "fp8-block", scale="weight_scale_inv", scale_dtypes=("F32", "BF16"), block=block),
         )
     ]
-
-
-# ---------------------------------------------------------------- ModelOpt

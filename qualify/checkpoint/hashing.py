@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -127,3 +128,19 @@ def _sha256(path: str, done: list[int], stop: threading.Event) -> str:
             digest.update(view[:count])
             done[0] += count
     return digest.hexdigest()
+
+
+def progress() -> Callable[[int, int], None]:
+    """A progress line on a terminal, a line every ten seconds elsewhere."""
+    terminal, last = sys.stderr.isatty(), [time.monotonic(), -1]
+
+    def show_progress(done: int, total: int) -> None:
+        now, percent = time.monotonic(), 100 * done // total if total else 100
+        if terminal:
+            end = "\n" if done == total else ""
+            print(f"\r{percent:3d}% of {total / 1e9:.2f} GB", end=end, file=sys.stderr, flush=True)
+        elif now - last[0] > 10 and percent != last[1]:
+            last[:] = [now, percent]
+            print(f"{percent:3d}% of {total / 1e9:.2f} GB", file=sys.stderr, flush=True)
+
+    return show_progress

@@ -131,6 +131,3 @@ def _statement(source: dict[str, Any], keys: tuple[str, ...]) -> Any:
             return kv_scheme(value, Findings()) or "none"
         return value
     return None
-
-
-# ---------------------------------------------------------------- shared

@@ -17,11 +17,7 @@ _DENSITY_FROM = 2_000_000
 
 
 class JsonDefect(ValueError):
-    """The bytes are not the JSON document they should be; ``kind`` is ``malformed`` or ``duplicate``."""
-
-    def __init__(self, kind: str, message: str):
-        super().__init__(message)
-        self.kind = kind
+    """The bytes are not the JSON document they should be."""
 
 
 def parse(raw: bytes) -> tuple[Any, list[str]]:
@@ -31,7 +27,7 @@ def parse(raw: bytes) -> tuple[Any, list[str]]:
     ``JsonDefect`` for anything that is not one JSON document in UTF-8.
     """
     if len(raw) > MAX_BYTES:
-        raise JsonDefect("malformed", f"{len(raw):,} bytes, more than the {MAX_BYTES:,} that are read")
+        raise JsonDefect(f"{len(raw):,} bytes, more than the {MAX_BYTES:,} that are read")
     if len(raw) > _DENSITY_FROM:
         _check_density(raw)
     duplicates: list[str] = []
@@ -49,13 +45,13 @@ def parse(raw: bytes) -> tuple[Any, list[str]]:
     try:
         document = json.loads(raw.decode("utf-8"), object_pairs_hook=pairs, parse_constant=_no_constant)
     except UnicodeDecodeError as error:
-        raise JsonDefect("malformed", f"not UTF-8 at byte {error.start}") from None
+        raise JsonDefect(f"not UTF-8 at byte {error.start}") from None
     except RecursionError:
-        raise JsonDefect("malformed", "nested too deeply") from None
+        raise JsonDefect("nested too deeply") from None
     except json.JSONDecodeError as error:
-        raise JsonDefect("malformed", f"not JSON: {error.msg} at character {error.pos}") from None
+        raise JsonDefect(f"not JSON: {error.msg} at character {error.pos}") from None
     except ValueError as error:  # a number with thousands of digits, NaN
-        raise JsonDefect("malformed", f"not JSON: {str(error)[:80]}") from None
+        raise JsonDefect(f"not JSON: {str(error)[:80]}") from None
     return document, duplicates
 
 
@@ -71,4 +67,4 @@ def _check_density(raw: bytes) -> None:
     opening = raw.count(b"[") + raw.count(b"{")
     separators = raw.count(b",") + raw.count(b":")
     if opening > len(raw) // 16 or separators > len(raw) // 6:
-        raise JsonDefect("malformed", "a large document of almost nothing but brackets and commas")
+        raise JsonDefect("a large document of almost nothing but brackets and commas")
