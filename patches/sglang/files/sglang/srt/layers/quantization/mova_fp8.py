@@ -10,6 +10,7 @@ sentence that names the config key and says what to do.
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -104,7 +105,15 @@ _ADDED_KEYS = {
     "swa_v_head_dim",
     "v_head_dim",
     "xllm_source_router_gemm_partitions",
+    "_attn_implementation_autoset",
+    "_sglang_xllm_checkpoint_format",
 }
+
+_ARCHITECTURES = ["K2HorizonForCausalLM"]
+_ROPE_KEYS = {"rope_theta", "rope_type"}
+
+# More layers or experts than any model has; what follows lists every module of them.
+_MOST = 1 << 20
 
 # Load formats that go through DefaultModelLoader and load_weights, and so through the ledger.
 _LOAD_FORMATS = ("auto", "safetensors", "fastsafetensors", "instanttensor")
@@ -121,6 +130,7 @@ _RUNTIME = (
     ("moe", "enable_elastic_expert_backup", (False,), "--enable-elastic-expert-backup"),
     ("moe", "enable_paged_experts", (False,), "--enable-paged-experts"),
     ("moe", "kt_weight_path", (None,), "--kt-weight-path"),
+    ("features", "enable_memory_saver", (False,), "--enable-memory-saver"),
     ("model", "load_format", _LOAD_FORMATS, "--load-format"),
     ("model", "startup_weight_load_mode", ("serial",), "--startup-weight-load-mode"),
     ("model", "weight_cache_mode", ("off",), "--weight-cache-mode"),
@@ -219,7 +229,9 @@ def check_router_provenance(config: Any) -> None:
 
 def check_runtime() -> None:
     """Refuse server flags under which weights would not stay what the loader checked. Raises ``ValueError``."""
-    namespaces = {"overlap": get_exec().overlap, "moe": get_exec().moe, "model": get_model()}
+    execution = get_exec()
+    namespaces = {"overlap": execution.overlap, "moe": execution.moe, "features": execution.features}
+    namespaces["model"] = get_model()
     for namespace, leaf, served, flag in _RUNTIME:
         value = getattr(namespaces[namespace], leaf)
         if value not in served:
@@ -235,15 +247,18 @@ def check_config(config: Any) -> None:
     What the model computes (gate function, scaling factor, norm groups, ...) is the checkpoint's own statement:
     any value that makes sense is taken as it stands. Raises ``ValueError``.
     """
+    if (architectures := getattr(config, "architectures", None)) != _ARCHITECTURES:
+        # XllmForCausalLM takes the same names and computes other norms, gates and rotary embeddings with them.
+        raise _bad_value("architectures", architectures, str(_ARCHITECTURES))
     known = _CONFIG_KEYS | _ADDED_KEYS | vars(PretrainedConfig()).keys()
-    unknown = sorted(key for key in vars(config).keys() - known if not key.startswith("_"))
+    unknown = sorted(vars(config).keys() - known)
     if unknown:
         raise ValueError(
             f"config.json has the key {unknown[0]!r}{_more(unknown)}, which no published MoVA config has and the "
             "engine would not honour: use the config.json that was published with the weights."
         )
     for key in _POSITIVE_INTEGERS:
-        if type(value := getattr(config, key, None)) is not int or value < 1:
+        if type(value := getattr(config, key, None)) is not int or not 1 <= value < _MOST:
             raise _bad_value(key, value, "a positive integer")
     for key in _BOOLEANS:
         if type(value := getattr(config, key, None)) is not bool:
@@ -255,6 +270,14 @@ def check_config(config: Any) -> None:
     for key, choices in _CHOICES.items():
         if (value := getattr(config, key, None)) not in choices:
             raise _bad_value(key, value, " or ".join(map(str, choices)))
+    rope = getattr(config, "rope_parameters", None)
+    if not isinstance(rope, dict) or rope.keys() != _ROPE_KEYS or rope["rope_type"] != "default":
+        raise _bad_value("rope_parameters", rope, "the default rope_type and a rope_theta, and nothing else")
+    if type(rope["rope_theta"]) not in (int, float) or not 0 < rope["rope_theta"] < math.inf:
+        raise _bad_value("rope_parameters.rope_theta", rope["rope_theta"], "a positive number")
+    dense = getattr(config, "mlp_only_layers", None)
+    if not isinstance(dense, list) or dense != list(range(len(dense))) or len(dense) >= config.num_hidden_layers:
+        raise _bad_value("mlp_only_layers", dense, "the list of the first layers, 0, 1, ...")
     if config.num_experts_per_tok > config.num_experts:
         raise _bad_value("num_experts_per_tok", config.num_experts_per_tok, f"at most {config.num_experts} experts")
 
@@ -277,7 +300,8 @@ def check_format(declared: Any) -> list[str]:
             "only: drop --quantization, or use a checkpoint that was quantised off-line."
         )
     for key, wanted in _REQUIRED.items():
-        if declared.get(key) != wanted:
+        # As JSON: 128.0 equals 128, and cannot build a shape.
+        if json.dumps(declared.get(key), default=repr) != json.dumps(wanted):
             raise ValueError(
                 f"quantization_config.{key} is {declared.get(key)!r} and must be {wanted!r} for MoVA FP8: "
                 "use a checkpoint in the published format."
@@ -293,9 +317,17 @@ def check_format(declared: Any) -> list[str]:
     ignored = declared.get("ignored_layers")
     if not isinstance(ignored, list) or not all(isinstance(entry, str) for entry in ignored):
         raise ValueError(
-            "quantization_config.ignored_layers must be the list of all modules outside the routed experts, "
-            f"got {type(ignored).__name__}: use the config.json that was published with the weights."
+            "quantization_config.ignored_layers must be the list of the names of all modules outside the routed "
+            "experts: use the config.json that was published with the weights."
         )
+    seen: set[str] = set()
+    for entry in ignored:
+        if entry in seen:
+            raise ValueError(
+                f"quantization_config.ignored_layers names {entry!r} twice: use the config.json that was published "
+                "with the weights."
+            )
+        seen.add(entry)
     return ignored
 
 
