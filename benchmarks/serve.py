@@ -134,6 +134,14 @@ def machine() -> dict[str, Any]:
     }
 
 
+def without_paths(launch: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The launcher's record without the place of the checkpoint on this machine."""
+    if launch is None:
+        return None
+    path = launch["plan"]["flags"]["--model-path"]["value"]
+    return json.loads(json.dumps(launch).replace(json.dumps(path)[1:-1], "MODEL_DIR"))
+
+
 def main() -> int:
     parser = Parser(prog="python3 -m benchmarks.serve", description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, type=Path)
@@ -154,9 +162,9 @@ def main() -> int:
         "benchmark": "serve",
         "date": datetime.now(UTC).date().isoformat(),
         "machine": machine(),
-        "launch": found.get("launch"),
+        "launch": without_paths(found.get("launch")),
         "ready": found["detail"],
-        "command": "python3 -B -m benchmarks.serve --out FILE",
+        "command": f"python3 -B -m benchmarks.serve --out FILE --repetitions {args.repetitions}",
         "note": args.note,
         **asyncio.run(measure(args.url or found["url"], key, args.vocabulary, args.repetitions)),
     }

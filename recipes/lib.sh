@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the recipes. All decisions are in launch/, which needs Python 3.11 alone until it starts the engine.
 
 serve() { # ARTIFACT [ARGUMENT]...

@@ -140,8 +140,14 @@ class Ledger:
         del model.forward  # the instance's refusal; the class has the real one
 
     def _stream(self, model, weights):
+        # Until the end: the inventory alone has enough objects to start full collections of the engine's.
         with checkpoint_files.without_collection():
-            expected = self.format.inventory(model)
+            yield from self._checked(model, weights, self.format.inventory(model))
+        if self._defects:
+            self._fail()
+        self.state = State.LOADED
+
+    def _checked(self, model, weights, expected):
         _poison(model)
         seen: set[str] = set()
         consumed: list[str] = []
@@ -176,9 +182,6 @@ class Ledger:
         self._check_parameters(model, self._held)
         self._check_values(model, expected, consumed)
         self._check_scope(model)
-        if self._defects:
-            self._fail()
-        self.state = State.LOADED
 
     def _check_parameters(self, model, held) -> None:
         """Every parameter must have a source in the inventory and still be of the dtype that holds it exactly."""
