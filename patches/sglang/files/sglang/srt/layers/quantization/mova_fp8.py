@@ -51,7 +51,7 @@ _BOOLEANS = (
     "use_sliding_window",
 )
 _POSITIVE_NUMBERS = ("rms_norm_eps", "router_scaling_factor")
-_CHOICES = {
+CHOICES = {
     "attention_gate_func": ("softplus", "silu"),
     "hidden_act": ("silu",),
     "router_score_func": ("sigmoid", "softmax"),
@@ -64,7 +64,7 @@ _CONFIG_KEYS = {
     *_POSITIVE_INTEGERS,
     *_BOOLEANS,
     *_POSITIVE_NUMBERS,
-    *_CHOICES,
+    *CHOICES,
     "architectures",
     "attention_dropout",
     "auto_map",
@@ -87,7 +87,7 @@ _CONFIG_KEYS = {
 }
 
 # What the engine itself, the router's declaration and the mark of a synthetic checkpoint add to them.
-_ADDED_KEYS = {
+ADDED_KEYS = {
     "apply_attn_gate",
     "attn_gate_func",
     "context_len",
@@ -217,49 +217,51 @@ def check_router_provenance(config: Any) -> None:
         )
 
 
-def check_runtime() -> None:
+def check_runtime(format_name: str = "MoVA FP8") -> None:
     """Refuse server flags under which weights would not stay what the loader checked. Raises ``ValueError``."""
     namespaces = {"overlap": get_exec().overlap, "moe": get_exec().moe, "model": get_model()}
     for namespace, leaf, served, flag in _RUNTIME:
         value = getattr(namespaces[namespace], leaf)
         if value not in served:
             raise ValueError(
-                f"MoVA FP8 is not served with {flag} {value}, under which weights do not stay where the strict "
+                f"{format_name} is not served with {flag} {value}, under which weights do not stay where the strict "
                 f"loader checked them: remove the flag (served: {', '.join(map(str, served))})."
             )
 
 
-def check_config(config: Any) -> None:
+def check_config(config: Any, counts: tuple[str, ...] = (), choices: dict = CHOICES, added: set = ADDED_KEYS) -> None:
     """Refuse keys that the published config.json does not have, and values that can only be a mistake.
 
-    What the model computes (gate function, scaling factor, norm groups, ...) is the checkpoint's own statement:
-    any value that makes sense is taken as it stands. Raises ``ValueError``.
+    ``counts`` are the keys that may also be 0 or absent, ``choices`` the values that some keys may have, ``added``
+    the keys that the engine itself adds. What the model computes (gate function, scaling factor, norm groups, ...)
+    is the checkpoint's own statement: any value that makes sense is taken as it stands. Raises ``ValueError``.
     """
-    known = _CONFIG_KEYS | _ADDED_KEYS | vars(PretrainedConfig()).keys()
+    known = _CONFIG_KEYS | added | vars(PretrainedConfig()).keys()
     unknown = sorted(key for key in vars(config).keys() - known if not key.startswith("_"))
     if unknown:
         raise ValueError(
-            f"config.json has the key {unknown[0]!r}{_more(unknown)}, which no published MoVA config has and the "
+            f"config.json has the key {unknown[0]!r}{_more(unknown)}, which no published config has and the "
             "engine would not honour: use the config.json that was published with the weights."
         )
     for key in _POSITIVE_INTEGERS:
-        if type(value := getattr(config, key, None)) is not int or value < 1:
-            raise _bad_value(key, value, "a positive integer")
+        value, least = (getattr(config, key, 0), 0) if key in counts else (getattr(config, key, None), 1)
+        if type(value) is not int or value < least:
+            raise bad_value(key, value, "an integer of at least 0" if key in counts else "a positive integer")
     for key in _BOOLEANS:
         if type(value := getattr(config, key, None)) is not bool:
-            raise _bad_value(key, value, "true or false")
+            raise bad_value(key, value, "true or false")
     for key in _POSITIVE_NUMBERS:
         value = getattr(config, key, None)
         if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise _bad_value(key, value, "a positive number")
-    for key, choices in _CHOICES.items():
-        if (value := getattr(config, key, None)) not in choices:
-            raise _bad_value(key, value, " or ".join(map(str, choices)))
+            raise bad_value(key, value, "a positive number")
+    for key, values in choices.items():
+        if (value := getattr(config, key, None)) not in values:
+            raise bad_value(key, value, " or ".join(map(str, values)))
     if config.num_experts_per_tok > config.num_experts:
-        raise _bad_value("num_experts_per_tok", config.num_experts_per_tok, f"at most {config.num_experts} experts")
+        raise bad_value("num_experts_per_tok", config.num_experts_per_tok, f"at most {config.num_experts} experts")
 
 
-def _bad_value(key: str, value: Any, wanted: str) -> ValueError:
+def bad_value(key: str, value: Any, wanted: str) -> ValueError:
     return ValueError(
         f"{key} in config.json is {value!r} and must be {wanted}: use the config.json that was published with the "
         "weights."
