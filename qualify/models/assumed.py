@@ -28,8 +28,8 @@ KNOWN_375B = {
 
 #: name -> (value, why). The checkpoint is said to have about 391 GB and 23 billion active parameters.
 ASSUMED_375B = {
-    "intermediate_size": (14336, "8 times moe_intermediate_size, as in MoVA 36B; 390.2 GB in all"),
-    "num_experts_per_tok": (8, "as in MoVA 36B; 23 billion active parameters without the embedding"),
+    "intermediate_size": (14336, "8 times moe_intermediate_size, as in MoVA 36B; 390.3 GB in all"),
+    "num_experts_per_tok": (8, "as in MoVA 36B; 23.4 billion active parameters without embedding and head"),
     "num_shared_experts": (1, "as in MoVA 36B"),
     "moe_gate_bias": (True, "as in MoVA 36B"),
     "router_scaling_factor": (2.5, "as in MoVA 36B"),
