@@ -3,7 +3,8 @@
 A kind has the name that it has in ``mutations.py``, where it can occur on MoVA too. Three code paths of the engine
 hold the quantised modules of a dense model (fused queries, keys and values; fused gate and up; split by columns), so
 that a kind has a row for each. The routed-expert checkpoint has rows for what a dense one cannot have wrong, and one
-or two of each group for the rest. Not in the table: an F32 scale, exact and admitted.
+or two of each group for the rest. Not in the table: an F32 scale, which is exact and admitted, and a transposed scale
+of a square weight, which nobody can see.
 """
 
 from __future__ import annotations
@@ -156,8 +157,9 @@ for model, place, weight, scale in quantised():
         kind = f"shape-{'linear' if model == 'dense' else 'expert'}-{identifier}"
         add(model, kind, "tensors", shaped(weight, reshape), "shape (1):", f"{weight}:", place=place)
 for model, place, name in plain():
-    add(model, f"shape-{place}", "tensors", shaped(name, shorter(0)), "shape (1):", f"{name}:", place="short")
-    add(model, f"shape-{place}", "tensors", shaped(name, longer(0)), "shape (1):", f"{name}:", place="long")
+    kind = f"shape-{place.removesuffix('-weight')}"
+    add(model, kind, "tensors", shaped(name, shorter(0)), "shape (1):", f"{name}:", place="short")
+    add(model, kind, "tensors", shaped(name, longer(0)), "shape (1):", f"{name}:", place="long")
 
 # --- dtypes -----------------------------------------------------------------------------------------------------
 
