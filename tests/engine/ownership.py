@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from qualify import engine_cpu
 from qualify.checks.loading import PROVENANCE, read_checkpoint
@@ -36,7 +37,7 @@ TIMEOUT = 120
 @dataclass(frozen=True)
 class Case:
     """One topology: ``pp`` stages of ``tp`` ranks, over which ``ep`` groups of experts are spread. ``a2a`` is the
-    all-to-all backend. ``works`` says whether it can serve the model."""
+    all-to-all backend. ``works`` says whether it can serve the model; ``lacks`` is a tensor taken out of the files."""
 
     model: str
     tp: int = 1
@@ -44,12 +45,14 @@ class Case:
     pp: int = 1
     a2a: str = "none"
     works: bool = True
+    lacks: str = ""
 
     @property
     def name(self) -> str:
         """The topology as a test is named after it."""
         a2a = "" if self.a2a == "none" else f"-{self.a2a}"
-        return f"{self.model}-tp{self.tp}-ep{self.ep}-pp{self.pp}{a2a}"
+        lacks = f"-lacks-{self.lacks}" if self.lacks else ""
+        return f"{self.model}-tp{self.tp}-ep{self.ep}-pp{self.pp}{a2a}{lacks}"
 
 
 CASES = [
@@ -77,6 +80,10 @@ CASES = [
     Case("moe", tp=4, works=False),
     Case("moe", tp=2, ep=2, a2a="deepep", works=False),
     Case("mova", tp=4, works=False),
+    Case("moe", tp=2, ep=2, lacks="model.layers.4.mlp.experts.3.up_proj.weight_scale"),
+    Case("moe", pp=2, lacks="model.norm.weight"),
+    Case("dense", pp=2, lacks="model.layers.0.self_attn.v_proj.weight"),
+    Case("mova", tp=2, ep=2, lacks="model.layers.4.mlp.experts.12.up_proj.weight_scale_inv"),
 ]
 
 
@@ -178,7 +185,7 @@ def _on_stage(parameter: str, layers: range, config: dict) -> bool:
 # --- processes --------------------------------------------------------------------------------------------------
 
 
-def on_rank(case: Case, world_rank: int, meeting: str, directory: Path) -> dict:
+def on_rank(case: Case, world_rank: int, meeting: str, directory: Path, intact: Path) -> dict:
     """What happened on one rank: its layers, names of the tensors it holds, differences; or the refusal."""
     from sglang.srt.distributed import parallel_state
     from sglang.srt.layers.moe.utils import initialize_moe_config
@@ -212,7 +219,7 @@ def on_rank(case: Case, world_rank: int, meeting: str, directory: Path) -> dict:
     except Exception as error:
         return {"refused": f"{type(error).__name__}: {error}"}
     config = json.loads((directory / "config.json").read_text())
-    source = read_checkpoint(directory)
+    source = read_checkpoint(intact)
     layers = range(model.model.start_layer, model.model.end_layer)
     expected = wanted(config, source, Rank(case, world_rank % case.tp), layers)
     result = {
@@ -243,14 +250,14 @@ def without_gpu_dispatcher() -> None:
     layer.create_moe_dispatcher = lambda config, **kwargs: StandardDispatcher(config)
 
 
-def run_case(case: Case, directory: Path, folder: Path) -> list[dict]:
-    """Fork the ranks of a topology; return what each of them wrote."""
+def run_case(case: Case, directory: Path, intact: Path, folder: Path) -> list[dict]:
+    """Fork the ranks of a topology, which load ``directory``; return what each of them wrote."""
     world = case.tp * case.pp
     meeting = f"file://{folder}/meeting"
     children = {}
     for rank in range(world):
         if not (child := os.fork()):
-            _child(case, rank, meeting, directory, folder / f"{rank}.json")
+            _child(case, rank, meeting, directory, intact, folder / f"{rank}.json")
         children[child] = rank
     deadline = time.monotonic() + TIMEOUT
     while children and time.monotonic() < deadline:
@@ -264,10 +271,10 @@ def run_case(case: Case, directory: Path, folder: Path) -> list[dict]:
     return [json.loads(file.read_text()) if file.exists() else {"crashed": "no result"} for file in files]
 
 
-def _child(case: Case, rank: int, meeting: str, directory: Path, out: Path) -> None:
+def _child(case: Case, rank: int, meeting: str, directory: Path, intact: Path, out: Path) -> None:
     """The life of one rank; never returns."""
     try:
-        result = on_rank(case, rank, meeting, directory)
+        result = on_rank(case, rank, meeting, directory, intact)
     except BaseException:
         result = {"crashed": traceback.format_exc()}
     out.write_text(json.dumps(result))
@@ -291,15 +298,19 @@ def main() -> int:
     for case in CASES:
         if args.only and args.only not in case.name:
             continue
-        directory = args.checkpoints / case.model
+        directory = intact = args.checkpoints / case.model
         with tempfile.TemporaryDirectory() as folder:
-            if not case.works:
-                # Only the config is there: whoever gets as far as the weights finds none.
-                (Path(folder) / "checkpoint").mkdir()
-                (Path(folder) / "checkpoint/config.json").write_bytes((directory / "config.json").read_bytes())
+            if case.lacks or not case.works:
                 directory = Path(folder) / "checkpoint"
+                directory.mkdir()
+                (directory / "config.json").write_bytes((intact / "config.json").read_bytes())
+            # Of a topology that cannot work only the config is there: whoever gets to the weights finds none.
+            if case.lacks:
+                tensors = read_checkpoint(intact)
+                del tensors[case.lacks]
+                save_file(tensors, directory / "model.safetensors")
             began = time.monotonic()
-            ranks = run_case(case, directory, Path(folder))
+            ranks = run_case(case, directory, intact, Path(folder))
             told = {"ranks": ranks, "names": names[case.model], "seconds": time.monotonic() - began}
             results[case.name] = asdict(case) | told
     args.out.write_text(json.dumps(results))

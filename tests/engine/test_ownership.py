@@ -14,7 +14,8 @@ from qualify.synth.command import synthesise
 from tests.engine.ownership import CASES, TIMEOUT
 
 ROOT = Path(__file__).resolve().parents[2]
-WORKING = [case for case in CASES if case.works]
+WORKING = [case for case in CASES if case.works and not case.lacks]
+INCOMPLETE = [case for case in CASES if case.lacks]
 
 
 def write_checkpoints(folder: Path) -> None:
@@ -76,6 +77,16 @@ def test_all_ranks_together_hold_every_tensor(results, case):
 def test_the_comparison_tells_ranks_apart(results, case):
     """The control: what a neighbour must hold is not what a rank holds."""
     assert not any(rank["like_neighbour"] for rank in results[case.name]["ranks"])
+
+
+@pytest.mark.parametrize("case", INCOMPLETE, ids=lambda case: case.name)
+def test_a_lost_tensor_is_refused_where_it_belongs_and_there_alone(results, case):
+    """The other rank owns other experts or another stage: it needs nothing of what is not there, and loads."""
+    owner = 0 if "experts.3." in case.lacks or ".layers.0." in case.lacks else 1
+    ranks = results[case.name]["ranks"]
+    assert "missing (1):" in ranks[owner].get("refused", ""), ranks[owner]
+    assert f"  {case.lacks}: " in ranks[owner]["refused"]
+    assert ranks[1 - owner].get("differences") == [], ranks[1 - owner]
 
 
 IMPOSSIBLE = [
