@@ -155,7 +155,7 @@ def artifact() -> None:
     for source in sorted(INPUT.iterdir()):
         target = HOME / source.name
         shutil.copytree(source, target, copy_function=shutil.copy) if source.is_dir() else shutil.copy(source, target)
-    compile_all(list((HOME / "qualify").rglob("*.py")))
+    compile_all([path for name in ("launch", "qualify") for path in (HOME / name).rglob("*.py")])
 
 
 def sha256_of(path: Path) -> str:

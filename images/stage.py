@@ -140,6 +140,7 @@ def stage(artifact: str, cache: Path, base: dict) -> tuple[Path, dict]:
         for path in [
             *sources(ROOT / "recipes", f"{artifact}.*", "lib.sh"),
             *sources(ROOT / "qualify", "**/*"),
+            *sources(ROOT / "launch", "**/*"),
             ROOT / "images/engine.lock",
             ROOT / "images/base.lock",
         ]:

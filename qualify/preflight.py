@@ -229,4 +229,5 @@ def _catalogue(known: dict[str, Any], artifact: catalogue.Artifact, waived: bool
     if waived:
         findings.note("catalogue", artifact.name, f"{reason}; --uncatalogued: nobody vouches for it")
     else:
-        findings.problem("not-catalogued", artifact.name, f"{reason}; pass --uncatalogued to go on at your own risk")
+        reason += "; pass --uncatalogued (UNCATALOGUED=1) to go on at your own risk"
+        findings.problem("not-catalogued", artifact.name, reason)

@@ -252,6 +252,7 @@ WEIGHTS = [
     ("type", "int"),
     ("strategy", "channel"),
     ("block_structure", [64, 128]),
+    ("block_structure", [128.0, 128]),
     ("block_structure", None),
     ("dynamic", True),
     ("symmetric", False),
@@ -384,6 +385,11 @@ def test_an_unquantised_model_needs_no_admission(moe):
         ("moe_intermediate_size", 0),
         ("num_shared_experts", -1),
         ("mlp_only_layers", None),
+        ("mlp_only_layers", [0, 1, 2, 3, 4]),
+        ("mlp_only_layers", [1, 2]),
+        ("architectures", ["XllmForCausalLM"]),
+        ("rope_parameters", {"rope_theta": 1e7, "rope_type": "linear"}),
+        ("rope_parameters", {"rope_theta": 1e7, "rope_type": "default", "factor": 2.0}),
         ("norm_topk_prob", "false"),
         ("router_score_func", "tanh"),
     ],
@@ -397,6 +403,11 @@ def test_a_dense_config_may_leave_out_what_only_experts_need(dense):
     for key in ("num_experts", "num_experts_per_tok", "num_shared_experts", "moe_intermediate_size"):
         del dense[key]
     assert len(quantised(build(dense))) == 2 * 4
+
+
+def test_yarn_is_the_checkpoints_own_statement(dense):
+    yarn = {"rope_type": "yarn", "rope_theta": 1e7, "factor": 2.0, "original_max_position_embeddings": 2048}
+    build(dense | {"rope_parameters": yarn})
 
 
 def test_another_runtime_dtype_is_refused(dense):

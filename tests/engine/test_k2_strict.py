@@ -129,7 +129,7 @@ def test_the_report_names_the_format_and_every_defect(empty, source):
         "unexpected (1):",
         "  stray: torch.float32 (1,) is no tensor of this model",
         "value (1):",
-        f"  {weight}_scale: {blocks} of {blocks} values are not finite and positive",
+        f"  {weight}_scale: {blocks} of {blocks} values are not finite, positive and in range",
     ]
 
 
@@ -213,6 +213,13 @@ def test_what_post_processing_quantises_is_reported(empty, source):
     report = refusal(postprocess, empty)
     assert "input_layernorm.weight: is held as torch.float8_e4m3fn, must be torch.bfloat16" in report
     assert "its checkpoint was refused" in refusal(forward, empty)
+
+
+def test_scales_that_were_rounded_to_powers_of_two_are_reported(empty, source):
+    empty.load_weights(source.items())
+    leaf = "layers.4.mlp.experts.w2_weight_scale" if empty.config.num_experts else "layers.1.mlp.down_proj.weight_scale"
+    empty.get_parameter(f"model.{leaf}").format_ue8m0 = True
+    assert f"model.{leaf}: was requantised to UE8M0" in refusal(postprocess, empty)
 
 
 def test_a_declared_module_that_was_not_built_is_reported(empty, source):

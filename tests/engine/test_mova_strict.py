@@ -80,7 +80,7 @@ def test_all_defects_come_in_one_report(empty, source):
         "unexpected (1):",
         "  stray: torch.float32 (1,) is no tensor of this model",
         "value (2):",
-        f"  {SCALE}: 6 of 6 values are not finite and positive",
+        f"  {SCALE}: 6 of 6 values are not finite, positive and in range",
         f"  {UP}: 5 of 98,304 values are NaN or infinite",
     ]
 
@@ -100,7 +100,7 @@ def test_a_reading_error_in_the_middle_keeps_what_was_known(empty, source):
 
     report = refusal(empty.load_weights, stream())
     assert "stray" in report
-    assert "cannot be read on: disk on fire" in report
+    assert "cannot be read on: OSError: disk on fire" in report
     assert "missing" not in report
 
 

@@ -63,8 +63,28 @@ def test_runs_unprivileged_with_a_health_check(image):
 def test_health_check_fails_without_a_server(client, image):
     done = client.run("run", "--rm", "--network=none", image["Id"], *image["Config"]["Healthcheck"]["Test"][1:],
                       capture_output=True, text=True, check=False)  # fmt: skip
-    assert done.returncode == 1
-    assert "/health" in done.stdout
+    assert (done.returncode, done.stdout) == (1, "broken: no server has been launched here\n")
+
+
+def recipe(client, image, artifact, *words, **environment):
+    """The recipe in a container as locked down as it runs in production."""
+    variables = [f"--env={name}={value}" for name, value in environment.items()]
+    return client.run("run", *build.LOCKED_DOWN, *variables, image["Id"], f"recipes/{artifact}.sh", *words,
+                      capture_output=True, text=True, check=False)  # fmt: skip
+
+
+def test_the_recipe_prints_the_same_line_inside_and_outside(client, image, artifact):
+    inside = recipe(client, image, artifact, "--print")
+    outside = subprocess.run([ROOT / f"recipes/{artifact}.sh", "--print"], capture_output=True, text=True, check=False)
+    assert (inside.returncode, inside.stderr) == (0, "")
+    assert inside.stdout == outside.stdout
+
+
+def test_the_recipe_refuses_before_it_needs_a_gpu(client, image, artifact):
+    done = recipe(client, image, artifact, "--trust-remote-code")
+    assert (done.returncode, done.stdout) == (1, "")
+    done = recipe(client, image, artifact, MODEL_DIR="/tmp", ROUTER_PARTITIONS="2")
+    assert (done.returncode, "config.json" in done.stderr) == (1, True)
 
 
 def test_the_cache_folder_belongs_to_the_user_and_the_group(client, image):

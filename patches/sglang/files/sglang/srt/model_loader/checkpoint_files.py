@@ -85,15 +85,29 @@ def read_header(path: Path) -> dict[str, dict]:
     if start.lstrip()[:1] == b"<":
         raise ValueError("is a web page, not a shard: download it again")
     try:
-        header = json.loads(text)
+        header = json.loads(text, object_pairs_hook=_unique)
         header.pop("__metadata__", None)
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    except (ValueError, AttributeError, LookupError, TypeError) as error:
+        end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except _Repeated as error:
+        raise ValueError(f"has {error.args[0]!r} twice in its header: download it again") from error
+    except (ValueError, AttributeError, LookupError, TypeError, RecursionError) as error:
         raise ValueError(f"has no safetensors header ({size:,} bytes): download it again") from error
-    if size != 8 + length + end:
-        kind = "is cut short" if size < 8 + length + end else "has trailing bytes"
-        raise ValueError(f"{kind}: {size:,} bytes, its header promises {8 + length + end:,}: download it again")
+    if size != end:
+        kind = "is cut short" if size < end else "has trailing bytes"
+        raise ValueError(f"{kind}: {size:,} bytes, its header promises {end:,}: download it again")
     return header
+
+
+class _Repeated(Exception):
+    """A JSON object has a key twice."""
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        seen: set[str] = set()
+        raise _Repeated(next(key for key, _ in pairs if key in seen or seen.add(key)))
+    return result
 
 
 def _index_defects(folder: Path, files: int, shards: dict[str, list[str]]) -> Iterable[Defect]:
@@ -103,7 +117,11 @@ def _index_defects(folder: Path, files: int, shards: dict[str, list[str]]) -> It
             yield "index", INDEX, f"is missing, and there are {files} shards"
         return
     # The engine has parsed this file before, in order to choose the shards.
-    weight_map = json.loads(path.read_bytes())["weight_map"]
+    try:
+        weight_map = json.loads(path.read_bytes(), object_pairs_hook=_unique)["weight_map"]
+    except _Repeated as error:
+        yield "index", INDEX, f"lists {error.args[0]!r} twice"
+        return
     for name, shard in weight_map.items():
         holders = shards.get(name)
         if holders is None:
@@ -115,5 +133,6 @@ def _index_defects(folder: Path, files: int, shards: dict[str, list[str]]) -> It
             yield "index", name, f"is in {holders[0]}, and the index does not list it"
     listed = set(weight_map.values())
     for found in sorted(folder.glob("*.safetensors")):
-        if found.name not in listed:
+        # The engine takes neither hidden files nor folders for shards.
+        if found.name not in listed and not found.name.startswith(".") and found.is_file():
             yield "index", found.name, "is a shard that the index does not name: remove it"

@@ -9,7 +9,8 @@ tensor. A model whose quantisation config was admitted for a strict format carri
   any slicing, hands on the good ones, and at the end of the stream raises one report of all defects.
 * :func:`seal` proves after post-processing which modules are quantised, and gives ``forward`` back.
 
-So a way to fill parameters that does not pass through here leaves a model that refuses to serve. Which tensors
+So a way to fill parameters that does not pass through here leaves a model that refuses to serve. What writes to them
+on purpose while the model serves (the engine's weight checker can) is not seen. Which tensors
 exist, of what class, and who owns them, is the business of a :class:`CheckpointFormat`; this module knows none.
 """
 
@@ -37,12 +38,16 @@ NOT_FINITE = {
     torch.float32: (torch.int32, 0x7F800000),
 }
 
+#: What a scale may be: a normal FP32 number, and finite times the largest E4M3 code.
+SCALES = (torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max / 448)
+
 
 class TensorClass(NamedTuple):
     """What all tensors of one class have in common.
 
     ``stored`` are the dtypes that the checkpoint may hold it in, ``held`` the dtype of the engine's parameter;
-    every stored value must be exact in it. A ``positive`` tensor (a scale) must be above zero throughout.
+    every stored value must be exact in it. A ``positive`` tensor (a scale) must be a normal number above zero, and
+    small enough that no product with an E4M3 code (at most 448) overflows.
     """
 
     stored: tuple[torch.dtype, ...]
@@ -100,6 +105,7 @@ class Ledger:
         self.format = checkpoint_format
         self.state = State.BUILT
         self._defects: dict[tuple[str, str], str] = {}
+        self._held: dict[str, torch.dtype] = {}
 
     def check_files(self, folder: str, files: Iterable[str], safetensors: bool) -> None:
         """Compare index and shard headers of a checkpoint directory before its first tensor is read.
@@ -127,6 +133,7 @@ class Ledger:
         """After post-processing: prove the quantised scope again and let a completely loaded model serve."""
         if self.state is not State.LOADED:
             return
+        self._check_parameters(model, self._held)
         self._check_scope(model)
         if self._defects:
             self._fail()
@@ -160,22 +167,22 @@ class Ledger:
         except CheckpointRefused:
             raise
         except Exception as error:
-            self._note("unreadable", "the checkpoint", f"cannot be read on: {error}")
+            self._note("unreadable", "the checkpoint", f"cannot be read on: {type(error).__name__}: {error}")
             self._fail(error)
         for name, entry in expected.items():
             if entry.parameter is not None and name not in seen:
                 self._note("missing", name, f"{entry.tensor_class.stored[0]} {entry.shape} is in no shard")
-        self._check_parameters(model, expected)
+        self._held = {entry.parameter: entry.tensor_class.held for entry in expected.values()}
+        self._held.pop(None, None)
+        self._check_parameters(model, self._held)
         self._check_values(model, expected, consumed)
         self._check_scope(model)
         if self._defects:
             self._fail()
         self.state = State.LOADED
 
-    def _check_parameters(self, model, expected) -> None:
+    def _check_parameters(self, model, held) -> None:
         """Every parameter must have a source in the inventory and still be of the dtype that holds it exactly."""
-        held = {entry.parameter: entry.tensor_class.held for entry in expected.values()}
-        held.pop(None, None)
         parameters = dict(model.named_parameters())
         for name in parameters.keys() - held.keys():
             self._note("parameter", name, "is a parameter that no tensor of the format fills")
@@ -207,7 +214,7 @@ class Ledger:
             window = _window(parameters[entry.parameter], entry)
             if bad := int(bad_values(window, entry.tensor_class.positive)):
                 unexplained[entry.parameter] -= bad
-                fault = "not finite and positive" if entry.tensor_class.positive else "NaN or infinite"
+                fault = "not finite, positive and in range" if entry.tensor_class.positive else "NaN or infinite"
                 self._note("value", name, f"{bad:,} of {window.numel():,} values are {fault}")
         # What no good tensor reached is explained when a bad or missing one belongs there.
         excused = {
@@ -277,7 +284,8 @@ def report(format_name: str, defects: dict[tuple[str, str], str]) -> str:
     """All defects as text: one sentence, then a line for each kind and for the first ones of it."""
     kinds: dict[str, list[str]] = {}
     for (kind, name), text in defects.items():
-        kinds.setdefault(kind, []).append(f"{name}: {text}")
+        # A name comes from the file: no line break of it may look like a line of ours.
+        kinds.setdefault(kind, []).append(f"{name if name.isprintable() else ascii(name)}: {text}")
     tensors = len({name for _, name in defects})
     lines = [
         f"The checkpoint is not a complete {format_name} checkpoint ({len(defects):,} defect(s) in {tensors:,} "
@@ -294,7 +302,7 @@ def report(format_name: str, defects: dict[tuple[str, str], str]) -> str:
 def bad_values(data: torch.Tensor, positive: bool, count: bool = True) -> torch.Tensor:
     """Number of elements (or, without ``count``, whether there are any) that are not finite, on ``data``'s device.
 
-    With ``positive`` also those that are not above zero. Returns a 0-dimensional tensor: reading it is the
+    With ``positive`` also those outside :data:`SCALES`. Returns a 0-dimensional tensor: reading it is the
     caller's one synchronisation. A dtype without an entry in :data:`NOT_FINITE` has no bad value.
     """
     total = torch.zeros((), dtype=torch.int64 if count else torch.bool, device=data.device)
@@ -304,7 +312,7 @@ def bad_values(data: torch.Tensor, positive: bool, count: bool = True) -> torch.
     for chunk in data.reshape(-1).split(CHUNK):
         bad = (chunk.view(integer) & mask) == mask
         if positive:
-            bad |= chunk <= 0
+            bad |= (chunk < SCALES[0]) | (chunk > SCALES[1])
         total = total + bad.sum() if count else total | bad.any()
     return total
 

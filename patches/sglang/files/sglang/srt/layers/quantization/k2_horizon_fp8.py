@@ -11,6 +11,7 @@ with one sentence that names the config key and says what to do.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -38,6 +39,8 @@ _COUNTS = (
 )
 
 _CHOICES = {key: values for key, values in mova_fp8.CHOICES.items() if key != "attention_gate_func"}
+# The published dense 0.9B has YaRN; a MoVA never does.
+_ROPE_TYPES = ("default", "yarn")
 _ADDED_KEYS = mova_fp8.ADDED_KEYS | {"original_max_position_embeddings"}
 
 # Key of quantization_config -> the values that mean this format; anything else could change what the numbers mean.
@@ -96,7 +99,7 @@ def admit(config: Any, quant_config: Any) -> None:
             f"{FORMAT} runs in bfloat16, not {torch.get_default_dtype()}: start the server with --dtype bfloat16."
         )
     check_runtime(FORMAT)
-    check_config(config, counts=_COUNTS, choices=_CHOICES, added=_ADDED_KEYS)
+    check_config(config, _COUNTS, _CHOICES, _ADDED_KEYS, _ROPE_TYPES)
     check_architecture(config)
     targets, ignore = check_format(getattr(config, "quantization_config", None))
     check_effective_format(quant_config, targets, ignore)
@@ -125,8 +128,6 @@ def check_architecture(config: Any) -> None:
     for key, served in (("decoder_sparse_step", (1, None)), ("attention_bias", (False,))):
         if (value := getattr(config, key, None)) not in served:
             raise bad_value(key, value, repr(served[0]))
-    if not isinstance(prefix := getattr(config, "mlp_only_layers", None), list):
-        raise bad_value("mlp_only_layers", prefix, "the list of the dense layers in front")
     rotated = getattr(config, "rope_head_dim", config.head_dim)
     if type(rotated) is not int or not 0 < rotated <= config.head_dim or rotated % 2:
         raise bad_value("rope_head_dim", rotated, f"an even number of at most head_dim, {config.head_dim}")
@@ -365,8 +366,8 @@ def _check_keys(where: str, declared: dict[str, Any], wanted: dict[str, tuple], 
 
 
 def _same(value: Any, choice: Any) -> bool:
-    """Equal and of one type: 1 is not true, and 8.0 not 8."""
-    return value == choice and type(value) is type(choice)
+    """Equal as JSON: 1 is not true, and [128.0, 128] builds no shape."""
+    return json.dumps(value, default=repr) == json.dumps(choice)
 
 
 def _names(where: str, value: Any) -> list[str]:

@@ -10,6 +10,7 @@ sentence that names the config key and says what to do.
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -104,7 +105,15 @@ ADDED_KEYS = {
     "swa_v_head_dim",
     "v_head_dim",
     "xllm_source_router_gemm_partitions",
+    "_attn_implementation_autoset",
+    "_sglang_xllm_checkpoint_format",
 }
+
+_ARCHITECTURES = ["K2HorizonForCausalLM"]
+_ROPE_KEYS = {"rope_theta", "rope_type"}
+
+# More layers or experts than any model has; what follows lists every module of them.
+_MOST = 1 << 20
 
 # Load formats that go through DefaultModelLoader and load_weights, and so through the ledger.
 _LOAD_FORMATS = ("auto", "safetensors", "fastsafetensors", "instanttensor")
@@ -121,6 +130,7 @@ _RUNTIME = (
     ("moe", "enable_elastic_expert_backup", (False,), "--enable-elastic-expert-backup"),
     ("moe", "enable_paged_experts", (False,), "--enable-paged-experts"),
     ("moe", "kt_weight_path", (None,), "--kt-weight-path"),
+    ("features", "enable_memory_saver", (False,), "--enable-memory-saver"),
     ("model", "load_format", _LOAD_FORMATS, "--load-format"),
     ("model", "startup_weight_load_mode", ("serial",), "--startup-weight-load-mode"),
     ("model", "weight_cache_mode", ("off",), "--weight-cache-mode"),
@@ -219,7 +229,9 @@ def check_router_provenance(config: Any) -> None:
 
 def check_runtime(format_name: str = "MoVA FP8") -> None:
     """Refuse server flags under which weights would not stay what the loader checked. Raises ``ValueError``."""
-    namespaces = {"overlap": get_exec().overlap, "moe": get_exec().moe, "model": get_model()}
+    execution = get_exec()
+    namespaces = {"overlap": execution.overlap, "moe": execution.moe, "features": execution.features}
+    namespaces["model"] = get_model()
     for namespace, leaf, served, flag in _RUNTIME:
         value = getattr(namespaces[namespace], leaf)
         if value not in served:
@@ -229,15 +241,24 @@ def check_runtime(format_name: str = "MoVA FP8") -> None:
             )
 
 
-def check_config(config: Any, counts: tuple[str, ...] = (), choices: dict = CHOICES, added: set = ADDED_KEYS) -> None:
+def check_config(
+    config: Any,
+    counts: tuple[str, ...] = (),
+    choices: dict = CHOICES,
+    added: set = ADDED_KEYS,
+    rope_types: tuple[str, ...] = ("default",),
+) -> None:
     """Refuse keys that the published config.json does not have, and values that can only be a mistake.
 
     ``counts`` are the keys that may also be 0 or absent, ``choices`` the values that some keys may have, ``added``
     the keys that the engine itself adds. What the model computes (gate function, scaling factor, norm groups, ...)
     is the checkpoint's own statement: any value that makes sense is taken as it stands. Raises ``ValueError``.
     """
+    if (architectures := getattr(config, "architectures", None)) != _ARCHITECTURES:
+        # XllmForCausalLM takes the same names and computes other norms, gates and rotary embeddings with them.
+        raise bad_value("architectures", architectures, str(_ARCHITECTURES))
     known = _CONFIG_KEYS | added | vars(PretrainedConfig()).keys()
-    unknown = sorted(key for key in vars(config).keys() - known if not key.startswith("_"))
+    unknown = sorted(vars(config).keys() - known)
     if unknown:
         raise ValueError(
             f"config.json has the key {unknown[0]!r}{_more(unknown)}, which no published config has and the "
@@ -245,7 +266,7 @@ def check_config(config: Any, counts: tuple[str, ...] = (), choices: dict = CHOI
         )
     for key in _POSITIVE_INTEGERS:
         value, least = (getattr(config, key, 0), 0) if key in counts else (getattr(config, key, None), 1)
-        if type(value) is not int or value < least:
+        if type(value) is not int or not least <= value < _MOST:
             raise bad_value(key, value, "an integer of at least 0" if key in counts else "a positive integer")
     for key in _BOOLEANS:
         if type(value := getattr(config, key, None)) is not bool:
@@ -257,6 +278,21 @@ def check_config(config: Any, counts: tuple[str, ...] = (), choices: dict = CHOI
     for key, values in choices.items():
         if (value := getattr(config, key, None)) not in values:
             raise bad_value(key, value, " or ".join(map(str, values)))
+    rope = getattr(config, "rope_parameters", None)
+    if not isinstance(rope, dict) or rope.get("rope_type") not in rope_types:
+        raise bad_value("rope_parameters", rope, f"a mapping with a rope_type of {' or '.join(rope_types)}")
+    # The engine checks every key of the others itself.
+    if rope["rope_type"] == "default" and rope.keys() != _ROPE_KEYS:
+        raise bad_value("rope_parameters", rope, "the default rope_type and a rope_theta, and nothing else")
+    theta = rope.get("rope_theta", getattr(config, "rope_theta", None))
+    if type(theta) not in (int, float) or not 0 < theta < math.inf:
+        raise bad_value("rope_parameters.rope_theta", theta, "a positive number")
+    dense, layers = getattr(config, "mlp_only_layers", None), config.num_hidden_layers
+    prefix = isinstance(dense, list) and dense == list(range(len(dense))) and len(dense) <= layers
+    if not prefix or (len(dense) < layers) != (config.num_experts > 0):
+        raise bad_value(
+            "mlp_only_layers", dense, "the list of the first layers, 0, 1, ..., all of them without experts"
+        )
     if config.num_experts_per_tok > config.num_experts:
         raise bad_value("num_experts_per_tok", config.num_experts_per_tok, f"at most {config.num_experts} experts")
 
@@ -279,7 +315,8 @@ def check_format(declared: Any) -> list[str]:
             "only: drop --quantization, or use a checkpoint that was quantised off-line."
         )
     for key, wanted in _REQUIRED.items():
-        if declared.get(key) != wanted:
+        # As JSON: 128.0 equals 128, and cannot build a shape.
+        if json.dumps(declared.get(key), default=repr) != json.dumps(wanted):
             raise ValueError(
                 f"quantization_config.{key} is {declared.get(key)!r} and must be {wanted!r} for MoVA FP8: "
                 "use a checkpoint in the published format."
@@ -295,9 +332,17 @@ def check_format(declared: Any) -> list[str]:
     ignored = declared.get("ignored_layers")
     if not isinstance(ignored, list) or not all(isinstance(entry, str) for entry in ignored):
         raise ValueError(
-            "quantization_config.ignored_layers must be the list of all modules outside the routed experts, "
-            f"got {type(ignored).__name__}: use the config.json that was published with the weights."
+            "quantization_config.ignored_layers must be the list of the names of all modules outside the routed "
+            "experts: use the config.json that was published with the weights."
         )
+    seen: set[str] = set()
+    for entry in ignored:
+        if entry in seen:
+            raise ValueError(
+                f"quantization_config.ignored_layers names {entry!r} twice: use the config.json that was published "
+                "with the weights."
+            )
+        seen.add(entry)
     return ignored
 
 

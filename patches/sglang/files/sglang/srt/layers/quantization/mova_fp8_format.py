@@ -74,6 +74,10 @@ class MovaFp8Format:
             if name in experts:
                 if type(method) is not Fp8MoEMethod or not method.block_quant:
                     found.append((name, f"runs {type(method).__name__}, must run block-wise Fp8MoEMethod"))
+                for leaf, parameter in module.named_parameters(recurse=False):
+                    # Some backends round scales to powers of two after the load, and the codes with them.
+                    if getattr(parameter, "format_ue8m0", False):
+                        found.append((f"{name}.{leaf}", "was requantised to UE8M0: use --moe-runner-backend triton"))
                 continue
             if method is not None and type(method) not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
                 found.append((name, f"runs {type(method).__name__}, must be unquantised"))

@@ -1,0 +1,89 @@
+"""The launch part of an artifact file: flags with their reasons, declarations, refusals, expectations."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.engine_flags import table
+from qualify.errors import CannotRun, Rejected
+
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One flag of a recipe."""
+
+    flag: str
+    value: Any
+    reason: str
+    #: environment variable that overrides the value; empty where none does
+    variable: str = ""
+    #: a required value: giving another one is an error
+    fixed: bool = False
+    #: architectures and tensor-parallel sizes that it holds for; empty means all
+    targets: tuple[str, ...] = ()
+    tp: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """What only the operator can say, handed to the engine as an override of the model's config."""
+
+    variable: str
+    model_override: str
+    values: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How one artifact is launched."""
+
+    artifact: str
+    targets: dict[str, str]
+    settings: tuple[Setting, ...]
+    declarations: tuple[Declaration, ...]
+    #: flag, or environment variable without dashes -> why it is refused
+    refused: dict[str, str]
+    #: field of ``/server_info`` -> value it must have besides the flags
+    expect: dict[str, Any]
+
+
+def load(artifact: str, folder: Path | None = None) -> Recipe:
+    """Read ``recipes/<artifact>.toml``.
+
+    Raises Rejected for an artifact without a recipe, CannotRun where the file is unusable: our file is wrong then.
+    """
+    folder = folder or RECIPES
+    path = folder / f"{artifact}.toml"
+    if not path.is_file():
+        known = ", ".join(sorted(file.stem for file in folder.glob("*.toml"))) or "none"
+        raise Rejected(f"artifact {artifact!r} is unknown; recipes/ has {known}")
+    try:
+        raw = tomllib.loads(path.read_text())
+        launch = raw.get("launch")
+        if launch is None:
+            raise Rejected(f"{artifact} cannot be launched yet: recipes/{path.name} has no [launch] part")
+        recipe = Recipe(
+            raw["artifact"],
+            {name: target["status"] for name, target in raw["targets"].items()},
+            tuple(
+                Setting(**{**item, "targets": tuple(item.get("targets", ())), "tp": tuple(item.get("tp", ()))})
+                for item in launch["flags"]
+            ),
+            tuple(Declaration(**{**item, "values": tuple(item["values"])}) for item in launch.get("declarations", ())),
+            {item["name"]: item["reason"] for item in launch.get("refused", ())},
+            launch.get("expect", {}),
+        )
+        for setting in recipe.settings:
+            if table()[setting.flag].name != setting.flag or not setting.reason:
+                raise ValueError(f"{setting.flag}: not the engine's first spelling, or without a reason")
+            if unknown := set(setting.targets) - set(recipe.targets):
+                raise ValueError(f"{setting.flag}: no target {', '.join(sorted(unknown))}")
+    except (KeyError, TypeError, ValueError) as error:
+        raise CannotRun(f"recipes/{path.name} is not a usable artifact file: {error}") from None
+    return recipe

@@ -1,0 +1,127 @@
+"""The launcher from its command line to the engine's start: checkpoint and plan are real, the GPU is made up."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch import cli, machine, supervise
+from launch.machine import GIB, Gpu, Machine
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from tests.cases import bases  # noqa: E402
+
+H200 = Gpu("NVIDIA H200", (9, 0), int(139.8 * GIB), int(139.3 * GIB))
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    """A small MoVA checkpoint in the published layout."""
+    return bases.b1().write(tmp_path / "tiny-mova")
+
+
+@pytest.fixture
+def launch(monkeypatch, model, tmp_path, capsys):
+    """Launch with variables; returns exit code, stdout, stderr. ``gpus`` are what the driver shows."""
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    monkeypatch.setattr(cli, "CACHE", cache)
+    monkeypatch.setattr(machine, "image_cuda", lambda: (13, 0))
+    started = []
+    monkeypatch.setattr(supervise, "serve", lambda *arguments: started.append(arguments) or 0)
+
+    def start(*passed: str, gpus=(H200,), **environment: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(machine, "query", lambda: Machine(tuple(gpus), "580.1", (13, 0)))
+        for name, value in (
+            {"MODEL_DIR": str(model), "ROUTER_PARTITIONS": "2", "UNCATALOGUED": "1"} | environment
+        ).items():
+            monkeypatch.setenv(name, value)
+        code = cli.main(["mova-fp8", *passed])
+        return code, *capsys.readouterr()
+
+    start.started = started
+    return start
+
+
+def test_starts_what_was_planned(launch, model):
+    code, out, _ = launch("--page-size", "64", MAX_RUNNING="32", DRAIN_SECONDS="7")
+    assert code == 0
+    [(planned, record, start_seconds, drain_seconds)] = launch.started
+    assert (start_seconds, drain_seconds) == (1800, 7)
+    assert planned.arguments[-2:] == ["--served-model-name", planned.value("--served-model-name")]
+    assert planned.value("--page-size") == 64
+    told = json.loads(out.splitlines()[0].removeprefix("launch: "))
+    assert told == json.loads(json.dumps(record["launch"]))
+    assert told["plan"]["declared"]["ROUTER_PARTITIONS"]["value"] == 2
+    assert told["machine"]["gpus"][0]["name"] == "NVIDIA H200"
+    assert len(told["checkpoint"]["identity"]["headers"]) == 64
+
+
+def test_check_starts_nothing(launch):
+    assert launch("--check")[0] == 0
+    assert launch.started == []
+
+
+def test_check_tells_a_machine(launch):
+    assert json.loads(launch("--check", "--json")[1])["verdict"] == "accepted"
+    code, out, err = launch("--check", "--json", TP="2")
+    assert (code, json.loads(out)["verdict"]) == (2, "cannot-run")
+    assert json.loads(out)["reason"] in err
+    assert json.loads(launch("--check", "--json", "--dtype", "half")[1])["verdict"] == "rejected"
+
+
+def test_nobody_gets_a_published_name_by_default(launch, model):
+    _, out, _ = launch("--check", "--served-model-name", "mine")
+    assert json.loads(out.removeprefix("launch: "))["plan"]["flags"]["--served-model-name"]["value"] == "mine"
+    _, out, _ = launch("--check")
+    assert "tiny-mova" in json.loads(out.removeprefix("launch: "))["plan"]["flags"]["--served-model-name"]["value"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "gpus", "code", "says"),
+    [
+        ({"UNCATALOGUED": ""}, [H200], 1, "UNCATALOGUED"),
+        ({"MODEL_DIR": "/nowhere"}, [H200], 2, "/nowhere"),
+        ({"TP": "3"}, [H200] * 3, 1, "TP 3"),
+        ({"TP": "2", "CONTEXT_LENGTH": "4096"}, [H200], 2, "2 GPUs and 1 are visible"),
+        ({}, [Gpu("NVIDIA A100", (8, 0), 80 * GIB, 80 * GIB)], 2, "is sm80"),
+        ({}, [Gpu("NVIDIA H200", (9, 0), H200.total, 10 * GIB)], 2, "another process"),
+        ({"TARGET": "sm120"}, [H200], 2, "leave TARGET out"),
+        ({"TARGET": "sm70"}, [H200], 1, "target sm70"),
+        ({"CONTEXT_LENGTH": "900000000"}, [H200], 1, "does not fit"),
+        ({"DRAIN_SECONDS": "soon"}, [H200], 1, "DRAIN_SECONDS=soon"),
+        ({"START_SECONDS": "-1"}, [H200], 1, "START_SECONDS=-1"),
+    ],
+)
+def test_refused_before_the_engine_starts(launch, environment, gpus, code, says):
+    found, out, err = launch(gpus=gpus, **environment)
+    assert (found, out) == (code, "")
+    assert says in err.splitlines()[-1]
+    assert launch.started == []
+
+
+def test_a_wrong_checkpoint_is_refused_before_the_gpu_is_asked(launch, model):
+    shard = next(model.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    code, out, err = launch(gpus=[])  # asking for one would be exit code 2
+    assert (code, out) == (1, "")
+    assert shard.name in err.splitlines()[-1]
+
+
+def test_target_of_the_gpu_decides(launch):
+    launch(gpus=[Gpu("RTX PRO 6000", (12, 0), 96 * GIB, 96 * GIB)], CONTEXT_LENGTH="4096")
+    assert launch.started[0][0].value("--attention-backend") == "triton"
+
+
+def test_help_and_no_artifact():
+    done = subprocess.run(
+        [sys.executable, "-m", "launch", "mova-fp8", "--help"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, "--check" in done.stdout) == (0, True)
+    done = subprocess.run([sys.executable, "-m", "launch", "nothing"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.split(":")[0]) == (1, "rejected")

@@ -1,0 +1,229 @@
+"""Plans: what is refused, what overrides what, and what the printed line says."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from launch import arguments, plan, recipe
+from launch.engine_flags import table
+from qualify.errors import CannotRun, Rejected
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted((ROOT / "recipes").glob("*-*.sh"))
+DECLARED = {"MODEL_DIR": "/models/m", "ROUTER_PARTITIONS": "2"}
+
+
+def build(*passed: str, target: str = "sm90", placeholders: bool = False, **environment: str) -> plan.Plan:
+    return plan.build(recipe.load("mova-fp8"), DECLARED | environment, passed, target, placeholders)
+
+
+def refusal(*passed: str, **environment: str) -> str:
+    with pytest.raises(Rejected) as caught:
+        build(*passed, **environment)
+    return str(caught.value)
+
+
+def run(script: Path, *passed: str, **environment: str) -> subprocess.CompletedProcess:
+    clean = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    return subprocess.run([script, *passed], env=clean | environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_print_needs_nothing_and_is_one_line_that_a_shell_reads(script, tmp_path):
+    done = subprocess.run(
+        [script, "--print"], env={"PATH": os.environ["PATH"]}, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("\n") == 1
+    words = shlex.split(done.stdout)
+    assert words[:2] == ["sglang", "serve"]
+    assert "<MODEL_DIR>" in words
+    assert any("<ROUTER_PARTITIONS>" in word for word in words)
+
+
+def test_every_flag_of_a_recipe_is_the_engines_and_has_a_reason():
+    for path in (ROOT / "recipes").glob("*.toml"):
+        if "launch" in tomllib.loads(path.read_text()):
+            for setting in recipe.load(path.stem).settings:
+                assert table()[setting.flag].name == setting.flag
+                assert len(setting.reason) > 15
+
+
+def test_plan_of_the_recipe():
+    made = build()
+    assert made.value("--dtype") == "bfloat16"
+    assert made.value("--attention-backend") == "fa3"
+    assert json.loads(made.value(plan.OVERRIDES)) == {"xllm_source_router_gemm_partitions": 2}
+    assert (made.tp, made.ep, made.value("--host"), made.key) == (1, 1, "127.0.0.1", None)
+    assert "--trust-remote-code" not in made.arguments
+    assert made.declared["ROUTER_PARTITIONS"]["said_by"] == "operator, by environment ROUTER_PARTITIONS"
+    assert build(ROUTER_PARTITIONS_SAID_BY="J. Doe").declared["ROUTER_PARTITIONS"]["said_by"] == "J. Doe"
+
+
+def test_sm120_has_no_fa3():
+    assert build(target="sm120").value("--attention-backend") == "triton"
+    with pytest.raises(Rejected, match="needs triton on sm120"):
+        build("--attention-backend", "fa3", target="sm120")
+
+
+def test_settings_follow_the_topology():
+    assert build().value("--context-length") == 262144
+    assert build(TP="2").value("--context-length") == 524288
+    assert build("--tp-size", "2").value("--context-length") == 524288
+
+
+def test_variable_and_argument_override_a_default():
+    assert build(MAX_RUNNING="32").value("--max-running-requests") == 32
+    assert build("--max-running-requests=16").value("--max-running-requests") == 16
+    assert build("--max-running-requests", "32", MAX_RUNNING="32").value("--max-running-requests") == 32
+    assert build(MAX_RUNNING="").value("--max-running-requests") == 64
+    assert build("--page-size", "64").arguments[-2:] == ["--page-size", "64"]
+
+
+@pytest.mark.parametrize(
+    ("passed", "environment", "says"),
+    [
+        (["--dtype", "float16"], {}, "--dtype float16: mova-fp8 needs bfloat16"),
+        (["--dtype", "auto"], {}, "--dtype auto: mova-fp8 needs bfloat16"),
+        (["--load-format", "dummy"], {}, "--load-format dummy"),
+        (["--max-running-requests", "8"], {"MAX_RUNNING": "9"}, "contradicts environment MAX_RUNNING=9"),
+        (["--tp-size", "2", "--tensor-parallel-size", "4"], {}, "--tp-size is given twice"),
+        (["--page-size", "1", "--page-size=64"], {}, "--page-size is given twice"),
+        (["--no-enable-tf32-matmul", "--enable-tf32-matmul"], {}, "given twice"),
+        (["--max-running"], {}, "did you mean --max-running-requests"),
+        (["--tp", "2"], {}, "did you mean --tp-size"),
+        (["--no-such-flag"], {}, "--no-such-flag is no flag of the engine"),
+        (["--Dtype", "bfloat16"], {}, "--Dtype is no flag"),
+        (["-x"], {}, "'-x' is no flag"),
+        (["/models/other"], {}, "the model directory is MODEL_DIR"),
+        (["--"], {}, "'--' is no flag"),
+        (["--port"], {}, "--port needs a value"),
+        (["--port", "--enable-metrics"], {}, "--port needs a value"),
+        (["--port", "eighty"], {}, "--port eighty: must be a number"),
+        (["--port", "80.5"], {}, "whole number"),
+        (["--enable-metrics=1"], {}, "--enable-metrics takes no value"),
+        (["--enable-metrics", "1"], {}, "'1' is no flag"),
+        (["--kv-cache-dtype", "fp7"], {}, "must be one of"),
+        (["--cuda-graph-bs-decode"], {}, "needs a value"),
+        (["--preferred-sampling-params", "{"], {}, "must be JSON"),
+        (["--config", "flags.yaml"], {}, "a file of flags"),
+        (["--config=flags.yaml"], {}, "a file of flags"),
+        (["--api-key", "secret"], {}, "set API_KEY_FILE"),
+        (["--admin-api-key", "secret"], {}, "--admin-api-key"),
+        (["--json-model-override-args", "{}"], {}, "declared by variables"),
+        (["--quantization", "fp8"], {}, "leave the flag out"),
+        (["--enable-eplb"], {}, "--enable-eplb"),
+        (["--pp-size", "2"], {}, "--pp-size"),
+        (["--host", "0.0.0.0"], {}, "without an API key"),
+        (["--host", "example.org"], {}, "give an IP address"),
+        ([], {"HOST": "::"}, "without an API key"),
+        ([], {"MODEL_DIR": ""}, "MODEL_DIR is not set"),
+        ([], {"ROUTER_PARTITIONS": ""}, "ROUTER_PARTITIONS is not set"),
+        ([], {"ROUTER_PARTITIONS": "3"}, "must be 1 or 2"),
+        ([], {"ROUTER_PARTITIONS": "02"}, "must be 1 or 2"),
+        ([], {"TP": "two"}, "must be a number"),
+        ([], {"TP": "4", "EP": "3"}, "EP divides TP"),
+        ([], {"TP": "0"}, "at least 1"),
+        ([], {"ALLOW_NO_KEY": "yes"}, "ALLOW_NO_KEY=yes"),
+        ([], {"UNCATALOGUED": "true"}, "UNCATALOGUED=true"),
+        ([], {"SGLANG_FP8_IGNORED_LAYERS": "lm_head"}, "environment SGLANG_FP8_IGNORED_LAYERS"),
+    ],
+)
+def test_refused(passed, environment, says):
+    message = refusal(*passed, **environment)
+    assert says in message
+    assert "\n" not in message
+
+
+REMOTE = [
+    "--trust-remote-code", "--trust_remote_code", "--trust-remote-code=true", "--TRUST-REMOTE-CODE", "--trust",
+    "--trust-remote", "-trust-remote-code", "trust_remote_code", "--trustremotecode",
+    '--model-loader-extra-config={"trust_remote_code": true}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("word", REMOTE)
+def test_remote_code_is_refused_however_spelled(word):
+    assert "never run" in refusal(word)
+    assert "never run" in refusal("--page-size", "1", word)
+
+
+@pytest.mark.parametrize("name", ["TRUST_REMOTE_CODE", "HF_TRUST_REMOTE_CODE", "SGLANG_TrustRemoteCode"])
+def test_remote_code_by_environment(name):
+    assert "never run" in refusal(**{name: "1"})
+    assert build(**{name: "0"}).tp == 1
+
+
+def test_remote_code_as_a_value_of_another_flag():
+    assert "never run" in refusal("--model-loader-extra-config", '{"trust-remote-code": 1}')
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("passed", [["--trust-remote-code"], ["--dtype", "half"], ["--conf"], ["--config", "x"]])
+def test_scripts_exit_1_with_one_sentence(script, passed):
+    for mode in ([], ["--print"]):
+        done = run(script, *mode, *passed, **DECLARED)
+        assert done.returncode == 1
+        assert done.stdout == ""
+        assert done.stderr.startswith("rejected: ")
+        assert done.stderr.count("\n") == 1
+
+
+def test_key_comes_from_a_file_and_stays_out_of_sight(tmp_path):
+    file = tmp_path / "key"
+    file.write_text("0123456789abcdef-secret\n")
+    made = build(API_KEY_FILE=str(file))
+    assert (made.key, made.value("--host")) == ("0123456789abcdef-secret", "0.0.0.0")
+    assert "secret" not in repr(made) + json.dumps(made.as_dict()) + made.command
+    assert build(API_KEY_FILE=str(file), HOST="127.0.0.1").value("--host") == "127.0.0.1"
+    assert "contradict" in refusal(API_KEY_FILE=str(file), ALLOW_NO_KEY="1")
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "\n", "tiny-key", "0123456789abcde f0123", 'quote"0123456789abcdef', "line\nline0123456789abc",
+     "é0123456789abcdef0123", "back\\slash0123456789"],
+)  # fmt: skip
+def test_unusable_key(tmp_path, content):
+    file = tmp_path / "key"
+    file.write_text(content)
+    message = refusal(API_KEY_FILE=str(file))
+    assert "16 printable" in message
+    assert content.strip() == "" or content.strip() not in message
+
+
+def test_missing_key_file(tmp_path):
+    assert "No such file" in refusal(API_KEY_FILE=str(tmp_path / "none"))
+    assert "directory" in refusal(API_KEY_FILE=str(tmp_path))
+
+
+def test_no_key_has_to_be_said_out_loud():
+    assert build(ALLOW_NO_KEY="1").value("--host") == "0.0.0.0"
+
+
+def test_unknown_artifact_and_artifact_without_recipe():
+    with pytest.raises(Rejected, match="unknown"):
+        recipe.load("nothing")
+    with pytest.raises(Rejected, match="no \\[launch\\] part"):
+        recipe.load("e2m1-k32")
+
+
+def test_a_broken_artifact_file_is_our_fault(tmp_path):
+    (tmp_path / "a.toml").write_text(
+        'artifact = "a"\n[targets.sm90]\nstatus = "not-run"\n[[launch.flags]]\nflag = "--nope"\n'
+    )
+    with pytest.raises(CannotRun, match=r"a\.toml"):
+        recipe.load("a", tmp_path)
+
+
+def test_parsed_words_are_what_the_engine_gets():
+    given = arguments.parse(["--cuda-graph-bs-decode", "1", "2", "4", "--enable-metrics", "--no-enable-tf32-matmul"])
+    assert [value for _, value, _ in given.values()] == [[1, 2, 4], True, False]
+    assert given["--enable-tf32-matmul"][2] == ["--no-enable-tf32-matmul"]
