@@ -29,12 +29,7 @@ def start(capability: tuple[int, int] = CAPABILITY) -> None:
     global _started
     if _started:
         return
-    prepare_environment()
-    import torch
-
-    torch.set_num_threads(1)
-    torch.cuda.get_device_capability = lambda *args, **kwargs: capability
-    _stub_vllm()
+    prepare_process(capability)
     from sglang.srt.distributed import parallel_state
     from sglang.srt.layers.moe.utils import initialize_moe_config
     from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish, reset_context
@@ -47,6 +42,16 @@ def start(capability: tuple[int, int] = CAPABILITY) -> None:
     parallel_state.initialize_model_parallel(backend="gloo")
     initialize_moe_config()
     _started = True
+
+
+def prepare_process(capability: tuple[int, int] = CAPABILITY) -> None:
+    """What must be done before the engine is imported, in a process that starts no world of its own."""
+    prepare_environment()
+    import torch
+
+    torch.set_num_threads(1)
+    torch.cuda.get_device_capability = lambda *args, **kwargs: capability
+    _stub_vllm()
 
 
 def load_model(directory: Path, *, overrides: dict[str, Any], dtype: str = "bfloat16"):

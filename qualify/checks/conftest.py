@@ -19,6 +19,27 @@ def tiny_mova(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def tiny_dense(tmp_path_factory):
+    """Directory of a tiny dense compressed-tensors FP8 checkpoint in the layout of the published 7B config."""
+    from qualify.models import DENSE_CONFIG
+    from qualify.synth.command import synthesise
+
+    directory = tmp_path_factory.mktemp("checkpoint") / "dense-tiny"
+    synthesise(DENSE_CONFIG, directory, tiny=True)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_moe(tmp_path_factory):
+    """Directory of a tiny compressed-tensors FP8 checkpoint with routed experts: the 375B as known."""
+    from qualify.synth.command import synthesise
+
+    directory = tmp_path_factory.mktemp("checkpoint") / "moe-tiny"
+    synthesise("375b-a23b", directory, tiny=True)
+    return directory
+
+
+@pytest.fixture(scope="session")
 def loaded_mova(tiny_mova):
     """That checkpoint as the engine's ``DefaultModelLoader`` loads it."""
     from qualify import engine_cpu

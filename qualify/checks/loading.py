@@ -1,4 +1,4 @@
-"""Compares a loaded MoVA model with the checkpoint it was loaded from, parameter by parameter."""
+"""Compares a loaded K2-Horizon model with the checkpoint it was loaded from, parameter by parameter."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def faults(model: torch.nn.Module, directory: Path) -> list[str]:
     """Return one line per difference between the model's parameters and the checkpoint; empty when equal.
 
     Every runtime parameter must be covered by checkpoint tensors completely, every checkpoint tensor must be
-    in a parameter once, dtypes are those of the checkpoint (router biases widened to float32), FP8 codes and
-    scales are byte-equal, and the dequantised experts are equal to the dequantised source.
+    in a parameter once, dtypes are those of the checkpoint (router biases and BF16 scales widened to float32), FP8
+    codes and scales are byte-equal, and the dequantised weights are equal to the dequantised source.
     """
     config = json.loads((directory / "config.json").read_text())
     source = read_checkpoint(directory)
@@ -74,9 +74,10 @@ def _piece_faults(name, loaded, piece, source) -> list[str]:
         return [f"{piece.source}: differs in {name}"]
     if tensor.dtype == torch.float8_e4m3fn:
         # The scale is looked up through the runtime parameter, at the block rows that belong to this weight.
-        scale = source[piece.source + "_scale_inv"]
+        suffix = "_scale_inv" if f"{piece.source}_scale_inv" in source else "_scale"
+        scale = source[piece.source + suffix]
         block_piece = k2_horizon_sglang.Piece(piece.source, piece.row // BLOCK, piece.expert)
-        held_scale = _window(loaded[name + "_scale_inv"], block_piece, scale.shape[0])
+        held_scale = _window(loaded[name + suffix], block_piece, scale.shape[0])
         if not torch.equal(dequantise(held, held_scale), dequantise(tensor, scale)):
             return [f"{piece.source}: dequantises to other values in {name}"]
     return []

@@ -9,10 +9,11 @@ headers.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from qualify.checkpoint.matching import Names, match
 from qualify.errors import Rejected
 
 #: Rows and columns that share one scale.
@@ -20,6 +21,8 @@ BLOCK = 128
 
 #: Bytes of one element of each dtype that a K2-Horizon checkpoint holds.
 ITEMSIZE = {"F8_E4M3": 1, "BF16": 2, "F32": 4}
+
+_ROUTER = re.compile(r"\.(self_attn\.v_router|mlp\.gate)$")
 
 
 @dataclass(frozen=True)
@@ -152,34 +155,31 @@ def _scope(config: Mapping[str, Any]):
         )
     if method == "compressed-tensors":
         groups = list((quantisation.get("config_groups") or {}).values())
-        if (
-            len(groups) != 1
-            or groups[0].get("targets") != ["Linear"]
-            or groups[0].get("weights", {}).get("block_structure") != [BLOCK, BLOCK]
-        ):
+        if any(group.get("weights", {}).get("block_structure") != [BLOCK, BLOCK] for group in groups):
             raise Rejected(
-                "quantization_config.config_groups is not the one group of published K2-Horizon checkpoints: "
-                f'targets ["Linear"], weights.block_structure [{BLOCK}, {BLOCK}]'
+                "quantization_config.config_groups has weights.block_structure other than that of published "
+                f"K2-Horizon checkpoints, [{BLOCK}, {BLOCK}]"
             )
-        ignore = quantisation.get("ignore") or ()
-        # The dtype is the 7B header's: its scales are stored BF16.
+        ignored = _named(config, quantisation.get("ignore") or ())
+        targets = {target for group in groups for target in group.get("targets") or ()}
+        named = _named(config, targets - {"Linear"})
+        # The dtype is the 7B header's: its scales are stored BF16. "Linear" is a class, and no router's.
         return (
             "weight_scale",
             "BF16",
-            lambda module: module.kind == "linear" and not _ct_ignored(module.name, ignore),
+            lambda module: (
+                module.kind == "linear"
+                and module.name not in ignored
+                and (module.name in named or ("Linear" in targets and not _ROUTER.search(module.name)))
+            ),
         )
     raise Rejected(f"quantization_config.quant_method {method!r} is not a K2-Horizon checkpoint format")
 
 
-def _ct_ignored(name: str, ignore) -> bool:
-    """compressed-tensors matching: the whole name, a dotted suffix of it, or a ``re:`` regular expression."""
-    for entry in ignore:
-        if entry.startswith("re:"):
-            if re.match(entry[3:], name):
-                return True
-        elif name == entry or name.endswith("." + entry):
-            return True
-    return False
+def _named(config: Mapping[str, Any], entries: Iterable[str]) -> set[str]:
+    """The modules that compressed-tensors entries name, by the rule that inspection uses."""
+    names = Names(module.name for module in modules(config))
+    return {name for entry in entries for name in match(entry, names, "compressed-tensors").modules}
 
 
 def _check_architecture(config: Mapping[str, Any]) -> None:

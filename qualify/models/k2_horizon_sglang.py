@@ -1,7 +1,8 @@
-"""Where SGLang 0.5.23 keeps each tensor of a MoVA checkpoint. Standard library only.
+"""Where SGLang 0.5.23 keeps each tensor of a K2-Horizon checkpoint. Standard library only.
 
 One rank without tensor or expert parallelism: every runtime parameter is made of whole checkpoint tensors,
-some stacked along the first axis (experts), some concatenated along the rows (gate before up).
+some stacked along the first axis (experts), some concatenated along the rows (gate before up; queries, keys and
+values in this order where a layer has no value experts).
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from typing import Any
 from qualify.models import k2_horizon
 
 #: Parameters that the engine keeps in float32 although the checkpoint stores BF16; the conversion is exact.
-WIDENED = re.compile(r"model\.layers\.\d+\.(self_attn\.v_router|mlp\.gate)\.bias")
+WIDENED = re.compile(r"model\.layers\.\d+\.(self_attn\.v_router|mlp\.gate)\.bias|.*weight_scale")
 
 _VALUE_EXPERT = re.compile(r"(.*\.self_attn\.v_experts)\.(\d+)\.weight")
-_ROUTED_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|weight_scale_inv)")
-_GATE_UP = re.compile(r"(.*\.mlp(?:\.shared_experts)?)\.(gate|up)_proj\.(weight)")
+_ROUTED_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight(?:_scale(?:_inv)?)?)")
+_GATE_UP = re.compile(r"(.*\.mlp(?:\.shared_experts)?)\.(gate|up)_proj\.(weight(?:_scale)?)")
+_QKV = re.compile(r"(.*\.self_attn)\.([qkv])_proj\.(weight(?:_scale)?)")
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,9 @@ class Piece:
 
 
 def parameters(config: Mapping[str, Any]) -> dict[str, list[Piece]]:
-    """Return runtime parameter name -> the pieces that fill it completely, for a MoVA config."""
+    """Return runtime parameter name -> the pieces that fill it completely."""
     inventory = k2_horizon.tensors(config)
+    fuses_qkv = not config.get("mova_num_experts")
     result: dict[str, list[Piece]] = {}
     for name, tensor in inventory.items():
         # In a fused gate/up parameter the up rows follow the gate rows; both have as many.
@@ -47,6 +50,10 @@ def parameters(config: Mapping[str, Any]) -> dict[str, list[Piece]]:
         elif match := _GATE_UP.fullmatch(name):
             fused = f"{match[1]}.gate_up_proj.{match[3]}"
             piece = Piece(name, tensor.shape[0] if match[2] == "up" else 0)
+        elif fuses_qkv and (match := _QKV.fullmatch(name)):
+            before = {"q": "", "k": "q", "v": "qk"}[match[2]]
+            row = sum(inventory[f"{match[1]}.{leaf}_proj.{match[3]}"].shape[0] for leaf in before)
+            fused, piece = f"{match[1]}.qkv_proj.{match[3]}", Piece(name, row)
         else:
             fused, piece = name, Piece(name)
         result.setdefault(fused, []).append(piece)

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from qualify.errors import CannotRun, Rejected
-from qualify.models import k2_horizon
+from qualify.models import assumed, k2_horizon
 from qualify.synth import conditioning, layout, tokenizer, writer
 
 #: Shards written at a time from a GPU. The values come faster than one file takes them; each needs about 64 MB of
@@ -24,7 +24,9 @@ SLOW_BYTES = 1_000_000_000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the subcommand."""
-    parser.add_argument("--config", required=True, type=Path, help="a published config.json, byte for byte")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--config", type=Path, help="a published config.json, byte for byte")
+    source.add_argument("--assumed", choices=sorted(assumed.CONFIGS), help="a checkpoint whose config is not at hand")
     parser.add_argument("--out", required=True, type=Path, help="directory to create; must not hold anything")
     parser.add_argument("--tiny", action="store_true", help="same structure, reduced dimensions (megabytes)")
     parser.add_argument("--layers", type=int, metavar="N", help="the first N layers, dense prefix included")
@@ -45,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
     if not (args.full or args.tiny or args.layers is not None):
         raise Rejected("say --full, --tiny, --layers N (true width), or --tiny with --layers N")
     started = time.monotonic()
-    manifest = synthesise(args.config, args.out, tiny=args.tiny, layers=args.layers, seed=args.seed, device=args.device)
+    source = args.assumed or args.config
+    manifest = synthesise(source, args.out, tiny=args.tiny, layers=args.layers, seed=args.seed, device=args.device)
     print(
         f"{args.out}: {manifest['tensors']:,} tensors, {manifest['bytes']:,} bytes, synthetic, "
         f"{time.monotonic() - started:.1f} s"
@@ -54,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def synthesise(
-    config_path: Path,
+    source: Path | str,
     out: Path,
     *,
     tiny: bool = False,
@@ -66,21 +69,16 @@ def synthesise(
 ) -> dict:
     """Write a synthetic checkpoint to ``out`` and return its manifest.
 
+    ``source`` is the path of a published config, or the name of one in :data:`qualify.models.assumed.CONFIGS`.
     ``device`` is ``cpu``, ``cuda`` or ``auto``; ``jobs`` the number of shards written at a time. Neither has an
     influence on the values. Raises ``Rejected`` for a wrong config or an ``out`` in use, ``CannotRun`` without
     torch, the device or disk space.
     """
     writer.refuse_existing(out)
-    raw = _read(config_path)
-    try:
-        source = json.loads(raw)
-    except ValueError as error:
-        raise Rejected(f"--config {config_path} is not JSON: {error}") from error
-    if not isinstance(source, dict):
-        raise Rejected(f"--config {config_path} is not a JSON object")
-    config = layout.derive_config(source, tiny=tiny, layers=layers)
+    whole, provenance = _assumed(source) if isinstance(source, str) else _published(source)
+    config = layout.derive_config(whole, tiny=tiny, layers=layers)
     inventory = k2_horizon.tensors(config)
-    shards = layout.plan_shards(inventory, layout.TINY_SHARD_BYTES if tiny else layout.SHARD_BYTES)
+    shards = layout.plan_shards(inventory, layout.shard_bytes(config, tiny))
     size = sum(tensor.nbytes for tensor in inventory.values())
     writer.refuse_full(out, size)
     try:
@@ -100,7 +98,7 @@ def synthesise(
     manifest = {
         "synthetic": True,
         "note": "Random values in a published tensor layout; not a trained model, qualifies nothing.",
-        "source_config_sha256": hashlib.sha256(raw).hexdigest(),
+        **provenance,
         "seed": seed,
         "generator": values.GENERATOR,
         "device": place.type if place.type == "cpu" else torch.cuda.get_device_name(place),
@@ -140,8 +138,21 @@ def _device(wanted: str, torch):
     return torch.device(wanted)
 
 
-def _read(path: Path) -> bytes:
+def _published(path: Path) -> tuple[dict, dict]:
+    """(config, what the manifest says of it) of a file."""
     try:
-        return path.read_bytes()
+        raw = path.read_bytes()
+        config = json.loads(raw)
     except OSError as error:
         raise Rejected(f"--config {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise Rejected(f"--config {path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise Rejected(f"--config {path} is not a JSON object")
+    return config, {"source_config_sha256": hashlib.sha256(raw).hexdigest()}
+
+
+def _assumed(name: str) -> tuple[dict, dict]:
+    """The same of a config that stands on assumptions, which the manifest names."""
+    make, assumptions = assumed.CONFIGS[name]
+    return make(), {"source_config_sha256": None, "assumed": {"config": name, "keys": list(assumptions)}}

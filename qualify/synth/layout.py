@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from qualify.checkpoint.matching import Names, match
 from qualify.errors import Rejected
 from qualify.models import k2_horizon
 from qualify.models.k2_horizon import ITEMSIZE, Tensor
@@ -29,12 +30,18 @@ TINY = {
     "max_position_embeddings": 4096,
 }
 
+#: Where attention is quantised as well, a KV head is a whole block, so that its heads divide by four too.
+TINY_QUANTISED_ATTENTION = TINY | {"head_dim": 128}
+
 #: Sparse layers that ``--tiny`` keeps after the dense prefix (a dense model keeps this many in all).
 TINY_LAYERS = 2
 
 #: Largest payload of one shard in bytes: the Hugging Face default, and small enough to give a tiny
 #: checkpoint several shards.
 SHARD_BYTES, TINY_SHARD_BYTES = 5_000_000_000, 4_000_000
+
+#: The same for compressed-tensors: the default of the library that wrote the published 7B, 11.05 GB in one shard.
+SHARD_BYTES_COMPRESSED_TENSORS = 50_000_000_000
 
 
 def derive_config(source: Mapping[str, Any], *, tiny: bool, layers: int | None) -> dict[str, Any]:
@@ -43,8 +50,9 @@ def derive_config(source: Mapping[str, Any], *, tiny: bool, layers: int | None) 
 
     ``tiny`` replaces the extents by :data:`TINY`; ``layers`` sets the number of layers (the dense prefix is
     kept whole). ``ignored_layers`` is written anew for the layers and experts that are left, by the published
-    rule: every module outside the routed experts. Raises ``Rejected`` for a source that is not a published
-    K2-Horizon config, or for fewer layers than its structure needs.
+    rule: every module outside the routed experts; entries of ``ignore`` that name nothing any more are dropped.
+    Raises ``Rejected`` for a source that is not a published K2-Horizon config, or for fewer layers than its
+    structure needs.
     """
     if MARK in source:
         raise Rejected("--config is itself a synthetic config; start from the published one")
@@ -52,9 +60,11 @@ def derive_config(source: Mapping[str, Any], *, tiny: bool, layers: int | None) 
     config = copy.deepcopy(dict(source))
     sparse = config["num_experts"] > 0
     prefix = len(config["mlp_only_layers"]) if sparse else 0
+    quantisation = config.get("quantization_config") or {}
     if tiny:
         rotated = config["rope_head_dim"] / config["head_dim"]
-        for key, extent in TINY.items():
+        extents = TINY_QUANTISED_ATTENTION if "config_groups" in quantisation else TINY
+        for key, extent in extents.items():
             if config.get(key):
                 config[key] = extent
         config["rope_head_dim"] = int(config["head_dim"] * rotated)
@@ -70,7 +80,9 @@ def derive_config(source: Mapping[str, Any], *, tiny: bool, layers: int | None) 
         raise Rejected(f"--layers {layers} is more than the {source['num_hidden_layers']} of the config")
     if not sparse:
         config["mlp_only_layers"] = list(range(config["num_hidden_layers"]))
-    quantisation = config.get("quantization_config") or {}
+    if "ignore" in quantisation:
+        names = Names(module.name for module in k2_horizon.modules(config))
+        quantisation["ignore"] = [e for e in quantisation["ignore"] if match(e, names, "compressed-tensors").modules]
     if "ignored_layers" in quantisation:
         if quantisation["ignored_layers"] != k2_horizon.bf16_modules(source):
             raise Rejected(
@@ -103,3 +115,11 @@ def plan_shards(inventory: Mapping[str, Tensor], limit: int) -> dict[str, list[s
         )
         for number, names in enumerate(shards, start=1)
     }
+
+
+def shard_bytes(config: Mapping[str, Any], tiny: bool) -> int:
+    """Largest payload of one shard in bytes."""
+    if tiny:
+        return TINY_SHARD_BYTES
+    compressed = "config_groups" in (config.get("quantization_config") or {})
+    return SHARD_BYTES_COMPRESSED_TENSORS if compressed else SHARD_BYTES

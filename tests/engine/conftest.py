@@ -1,4 +1,4 @@
-"""The same engine world and tiny checkpoint as the in-container checks, plus the published config."""
+"""The same engine world and tiny checkpoints as the in-container checks, plus the published config."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import stock
 from qualify import engine_cpu
-from qualify.checks.conftest import loaded_mova, tiny_mova  # noqa: F401 - fixtures
+from qualify.checks.conftest import loaded_mova, tiny_dense, tiny_moe, tiny_mova  # noqa: F401 - fixtures
 from qualify.models import MOVA_CONFIG
 
 

@@ -1,10 +1,11 @@
-"""The table of faults: what can be wrong with a MoVA FP8 checkpoint or its load, one distinct kind a row.
+"""The table of faults on MoVA: what can be wrong with a MoVA FP8 checkpoint or its load, one distinct kind a row.
 
 Every row damages the tiny synthetic checkpoint in one way and names words that this image's refusal must contain.
-The rows are the lines of the project's two lists of reported faults that can occur on MoVA. Not in the table,
-because no loader can see them: a flipped payload bit that leaves a number a number (the checkpoint's manifest of
-hashes is for that), two tensors of one shape under each other's names, and a wrong but well-formed declaration
-of router provenance, gate function, scaling factor or norm groups, which are the checkpoint's own statement.
+``mutations_k2.py`` has the rows of the compressed-tensors checkpoints; a kind has one name in all of them. The rows
+are the lines of the project's two lists of reported faults that can occur on MoVA. Not in the table, because no
+loader can see them: a flipped payload bit that leaves a number a number (the checkpoint's manifest of hashes is for
+that), two tensors of one shape under each other's names, and a wrong but well-formed declaration of router
+provenance, gate function, scaling factor or norm groups, which are the checkpoint's own statement.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ V_ROUTER, V_EXPERTS = f"{LAYER}.self_attn.v_router", f"{LAYER}.self_attn.v_exper
 SHARED = f"{LAYER}.mlp.shared_experts"
 DENSE = "model.layers.0.mlp"
 EMBED, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", f"{LAYER}.input_layernorm.weight"
+FINAL = "model.norm.weight"
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class Kind:
 
     ``route`` says how it reaches the engine and what ``mutate`` takes: ``tensors`` (a dict of tensors, written to
     a directory and also streamed), ``config`` (a config dict), ``files`` (a directory) or ``stream`` (the dict;
-    returns the streams that are loaded one after the other into one model).
+    returns the streams that are loaded one after the other into one model). ``model`` is the checkpoint that is
+    damaged; ``place`` tells rows of one kind and model apart.
     """
 
     id: str
@@ -46,6 +49,13 @@ class Kind:
     route: str
     mutate: Callable
     says: tuple[str, ...]
+    model: str = "mova"
+    place: str = ""
+
+    @property
+    def case(self) -> str:
+        """The row's own name."""
+        return ":".join(filter(None, (self.model, self.id, self.place)))
 
 
 KINDS: list[Kind] = []
@@ -398,11 +408,11 @@ def edit_shard(name: str, change: Callable[[Tensors], None]) -> Callable:
     return mutate
 
 
-def raw(change: Callable[[bytes], bytes]) -> Callable:
-    """Rewrite the bytes of the shard that holds ``GATE``."""
+def raw(change: Callable[[bytes], bytes], name: str = GATE) -> Callable:
+    """Rewrite the bytes of the shard that holds ``name``."""
 
     def mutate(directory: Path) -> None:
-        path = shard_of(directory, GATE)
+        path = shard_of(directory, name)
         data = path.read_bytes()
         path.unlink()
         path.write_bytes(change(data))
@@ -410,30 +420,43 @@ def raw(change: Callable[[bytes], bytes]) -> Callable:
     return mutate
 
 
-def map_to_another(weight_map: dict) -> None:
-    weight_map[GATE] = next(shard for shard in weight_map.values() if shard != weight_map[GATE])
+def map_to_another(name: str) -> Callable:
+    """Let the index say another shard for a tensor."""
+
+    def change(weight_map: dict) -> None:
+        weight_map[name] = next(shard for shard in weight_map.values() if shard != weight_map[name])
+
+    return edit_index(change)
 
 
-def omit_shard(weight_map: dict) -> None:
-    shard = weight_map[GATE]
-    for name in [name for name in weight_map if weight_map[name] == shard]:
-        del weight_map[name]
+def omit_shard(name: str) -> Callable:
+    """Take everything that lies in the shard of a tensor out of the index."""
+
+    def change(weight_map: dict) -> None:
+        shard = weight_map[name]
+        for other in [other for other in weight_map if weight_map[other] == shard]:
+            del weight_map[other]
+
+    return edit_index(change)
 
 
-def in_two_shards(directory: Path) -> None:
-    other = next(path for path in sorted(directory.glob("*.safetensors")) if path != shard_of(directory, GATE))
-    copy = load_file(shard_of(directory, GATE))[GATE].clone()
-    tensors = load_file(other) | {GATE: copy}
-    other.unlink()
-    save_file(tensors, other)
+def in_two_shards(name: str) -> Callable:
+    def mutate(directory: Path) -> None:
+        other = next(path for path in sorted(directory.glob("*.safetensors")) if path != shard_of(directory, name))
+        copy = load_file(shard_of(directory, name))[name].clone()
+        tensors = load_file(other) | {name: copy}
+        other.unlink()
+        save_file(tensors, other)
+
+    return mutate
 
 
 def stray_shard(directory: Path) -> None:
-    save_file({NORM: torch.zeros(384, dtype=torch.bfloat16)}, directory / "model-00001-of-00001.safetensors")
+    save_file({FINAL: torch.zeros(384, dtype=torch.bfloat16)}, directory / "model-00001-of-00001.safetensors")
 
 
-def shard_gone(directory: Path) -> None:
-    shard_of(directory, GATE).unlink()
+def shard_gone(name: str) -> Callable:
+    return lambda directory: shard_of(directory, name).unlink()
 
 
 def no_index(directory: Path) -> None:
@@ -479,8 +502,8 @@ file_kind(
     "index (1):",
     f"{GATE}: is in",
 )
-file_kind("index-wrong-shard", "the index names the wrong shard", edit_index(map_to_another), "index (1):", f"{GATE}:")
-file_kind("index-omits-shard", "the index omits a whole shard", edit_index(omit_shard), "missing (", "does not name")
+file_kind("index-wrong-shard", "the index names the wrong shard", map_to_another(GATE), "index (1):", f"{GATE}:")
+file_kind("index-omits-shard", "the index omits a whole shard", omit_shard(GATE), "missing (", "does not name")
 file_kind(
     "scale-lost",
     "the index names a scale that its shard has lost",
@@ -497,8 +520,8 @@ file_kind(
     "unexpected (",
 )
 file_kind("stray-shard", "a shard that the index does not name", stray_shard, "model-00001-of-00001.safetensors: is a")
-file_kind("shard-gone", "a shard of the index is not there", shard_gone, "unreadable (1):", "missing from")
-file_kind("in-two-shards", "a tensor in two shards", in_two_shards, "duplicate (1):", f"{GATE}: is in model-")
+file_kind("shard-gone", "a shard of the index is not there", shard_gone(GATE), "unreadable (1):", "missing from")
+file_kind("in-two-shards", "a tensor in two shards", in_two_shards(GATE), "duplicate (1):", f"{GATE}: is in model-")
 file_kind("two-splits", "two splits of the same tensors", two_splits, "duplicate (267):", "is missing")
 file_kind("no-index", "several shards and no index", no_index, "index (1):", f"{INDEX}: is missing")
 file_kind("pickle", "a pickle instead of safetensors", pickled, "pytorch_model.bin: is no safetensors file")
@@ -625,7 +648,7 @@ def repeated(tensors: Tensors, *names: str) -> list:
 
 
 def other_checkpoint(tensors: Tensors) -> list:
-    return [(name, torch.zeros_like(tensor) if name == NORM else tensor) for name, tensor in tensors.items()]
+    return [(name, torch.zeros_like(tensor) if name == FINAL else tensor) for name, tensor in tensors.items()]
 
 
 stream_kind("duplicate", "a tensor twice", lambda t: [repeated(t, GATE)], "duplicate (1):", f"{GATE}:")

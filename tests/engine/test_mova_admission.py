@@ -1,7 +1,6 @@
 """What the engine admits as MoVA FP8, before it allocates anything: the published format and nothing else."""
 
 import copy
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 
 from qualify import engine_cpu
 from qualify.checks.loading import PROVENANCE
-from qualify.models import PUBLISHED, k2_horizon
+from qualify.models import k2_horizon
 from qualify.synth.layout import derive_config
 
 WORKING = [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4), (8, 4)]
@@ -296,45 +295,6 @@ def test_attention_is_not_built_without_admission(tiny):
 
     with pytest.raises(ValueError, match=r"model\.layers\.3\.self_attn\.q_proj is not admitted"):
         XllmMoVAAttention(None, 3, Fp8Config(True), "model.layers.3.self_attn")
-
-
-def test_compressed_tensors_mova_is_still_refused_by_the_attention(tiny):
-    tiny["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "ignore": tiny["quantization_config"]["ignored_layers"],
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {
-                    "num_bits": 8,
-                    "type": "float",
-                    "strategy": "block",
-                    "block_structure": [128, 128],
-                    "dynamic": False,
-                    "symmetric": True,
-                },
-                "input_activations": {
-                    "num_bits": 8,
-                    "type": "float",
-                    "strategy": "group",
-                    "group_size": 128,
-                    "dynamic": True,
-                    "symmetric": True,
-                },
-            }
-        },
-    }
-    assert "self_attn.q_proj is not admitted" in refusal(tiny)
-
-
-def test_the_dense_compressed_tensors_model_is_admitted_as_before():
-    """No hook reaches the published 7B format: its linear layers are quantised, its head is not."""
-    dense = json.loads((PUBLISHED / "K2-Horizon-7B-FP8.config.json").read_text())
-    model = build(derive_config(dense, tiny=True, layers=None))
-    methods = [type(getattr(module, "quant_method", None)).__name__ for module in model.modules()]
-    assert methods.count("CompressedTensorsLinearMethod") == 2 * 4
-    assert type(model.lm_head.quant_method).__name__ != "CompressedTensorsLinearMethod"
 
 
 def test_an_unquantised_mova_model_needs_no_admission(tiny):

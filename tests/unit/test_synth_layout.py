@@ -14,7 +14,7 @@ import pytest
 
 from qualify.cli import main
 from qualify.errors import CannotRun, Rejected
-from qualify.models import k2_horizon, k2_horizon_sglang
+from qualify.models import assumed, k2_horizon, k2_horizon_sglang
 from qualify.models.k2_horizon import Tensor
 from qualify.synth import conditioning, layout, tokenizer, writer
 
@@ -167,6 +167,46 @@ def test_shards_hold_every_tensor_once_within_the_limit(mova):
     assert next(iter(shards)) == f"model-00001-of-{len(shards):05d}.safetensors"
     assert sorted(name for names in shards.values() for name in names) == sorted(inventory)
     assert all(sum(inventory[name].nbytes for name in names) <= 5_000_000_000 for names in shards.values())
+
+
+def test_the_full_dense_checkpoint_has_the_published_header(dense):
+    """One shard; names, dtypes, shapes and offsets of all 579 tensors, in the order of the file."""
+    published = json.loads((DATA / "K2-Horizon-7B-FP8.header.json").read_text())
+    del published["__metadata__"]
+    config = layout.derive_config(dense, tiny=False, layers=None)
+    inventory = k2_horizon.tensors(config)
+    (names,) = layout.plan_shards(inventory, layout.shard_bytes(config, tiny=False)).values()
+    header, offset = {}, 0
+    for name in names:
+        tensor, begin = inventory[name], offset
+        offset += tensor.nbytes
+        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, offset]}
+    assert header == published
+    assert sorted(header, key=lambda name: header[name]["data_offsets"]) == list(header)
+
+
+def test_the_assumed_config_says_what_it_assumes():
+    config = assumed.config_375b()
+    for key, (value, why) in assumed.ASSUMED_375B.items():
+        assert why
+        assert "." in key or config[key] == value
+    assert not assumed.KNOWN_375B.keys() & assumed.ASSUMED_375B.keys()
+    inventory = k2_horizon.tensors(config)
+    quantised = {name for name, tensor in inventory.items() if tensor.dtype == "F8_E4M3"}
+    assert len(quantised) == 58 * 192 * 3
+    assert all(".mlp.experts." in name for name in quantised)
+    assert round(sum(tensor.nbytes for tensor in inventory.values()) / 1e9, 1) == 390.3
+
+
+def test_a_cut_keeps_the_entries_that_still_name_something(dense):
+    dense["quantization_config"]["ignore"] = [
+        "lm_head",
+        "model.layers.35.mlp.down_proj",
+        r"re:.*\.o_proj",
+        "re:nothing",
+    ]
+    config = layout.derive_config(dense, tiny=True, layers=None)
+    assert config["quantization_config"]["ignore"] == ["lm_head", r"re:.*\.o_proj"]
 
 
 INVENTORY = {"a.weight": Tensor("BF16", (2, 3)), "b.scale": Tensor("F32", (1,))}

@@ -58,9 +58,9 @@ class TensorClass(NamedTuple):
 class Expected(NamedTuple):
     """One tensor of the checkpoint: its class, its full shape before any slicing, and where a rank keeps its share.
 
-    That is ``parameter[expert]`` when stacked, and of that the rows of ``part`` out of ``parts`` equal ones when
-    several tensors are fused; ``parameter`` is None for a tensor of another rank. One flat tuple, since there are
-    tens of thousands of them.
+    That is ``parameter[expert]`` when stacked, and of that, when several tensors are fused, ``span`` of ``parts``
+    equal parts of the rows from ``part`` on; ``parameter`` is None for a tensor of another rank. One flat tuple,
+    since there are tens of thousands of them.
     """
 
     tensor_class: TensorClass
@@ -69,6 +69,7 @@ class Expected(NamedTuple):
     expert: int | None = None
     part: int = 0
     parts: int = 1
+    span: int = 1
 
 
 class CheckpointFormat(Protocol):
@@ -331,5 +332,5 @@ def _window(data: torch.Tensor, entry: Expected) -> torch.Tensor:
     """The share of a parameter that one checkpoint tensor fills."""
     if entry.expert is not None:
         data = data[entry.expert]
-    rows = data.shape[0] // entry.parts
-    return data.narrow(0, entry.part * rows, rows)
+    rows = data.shape[0]
+    return data.narrow(0, rows * entry.part // entry.parts, rows * entry.span // entry.parts)

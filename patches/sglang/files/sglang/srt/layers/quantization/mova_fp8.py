@@ -52,7 +52,7 @@ _BOOLEANS = (
     "use_sliding_window",
 )
 _POSITIVE_NUMBERS = ("rms_norm_eps", "router_scaling_factor")
-_CHOICES = {
+CHOICES = {
     "attention_gate_func": ("softplus", "silu"),
     "hidden_act": ("silu",),
     "router_score_func": ("sigmoid", "softmax"),
@@ -65,7 +65,7 @@ _CONFIG_KEYS = {
     *_POSITIVE_INTEGERS,
     *_BOOLEANS,
     *_POSITIVE_NUMBERS,
-    *_CHOICES,
+    *CHOICES,
     "architectures",
     "attention_dropout",
     "auto_map",
@@ -88,7 +88,7 @@ _CONFIG_KEYS = {
 }
 
 # What the engine itself, the router's declaration and the mark of a synthetic checkpoint add to them.
-_ADDED_KEYS = {
+ADDED_KEYS = {
     "apply_attn_gate",
     "attn_gate_func",
     "context_len",
@@ -227,7 +227,7 @@ def check_router_provenance(config: Any) -> None:
         )
 
 
-def check_runtime() -> None:
+def check_runtime(format_name: str = "MoVA FP8") -> None:
     """Refuse server flags under which weights would not stay what the loader checked. Raises ``ValueError``."""
     execution = get_exec()
     namespaces = {"overlap": execution.overlap, "moe": execution.moe, "features": execution.features}
@@ -236,53 +236,68 @@ def check_runtime() -> None:
         value = getattr(namespaces[namespace], leaf)
         if value not in served:
             raise ValueError(
-                f"MoVA FP8 is not served with {flag} {value}, under which weights do not stay where the strict "
+                f"{format_name} is not served with {flag} {value}, under which weights do not stay where the strict "
                 f"loader checked them: remove the flag (served: {', '.join(map(str, served))})."
             )
 
 
-def check_config(config: Any) -> None:
+def check_config(
+    config: Any,
+    counts: tuple[str, ...] = (),
+    choices: dict = CHOICES,
+    added: set = ADDED_KEYS,
+    rope_types: tuple[str, ...] = ("default",),
+) -> None:
     """Refuse keys that the published config.json does not have, and values that can only be a mistake.
 
-    What the model computes (gate function, scaling factor, norm groups, ...) is the checkpoint's own statement:
-    any value that makes sense is taken as it stands. Raises ``ValueError``.
+    ``counts`` are the keys that may also be 0 or absent, ``choices`` the values that some keys may have, ``added``
+    the keys that the engine itself adds. What the model computes (gate function, scaling factor, norm groups, ...)
+    is the checkpoint's own statement: any value that makes sense is taken as it stands. Raises ``ValueError``.
     """
     if (architectures := getattr(config, "architectures", None)) != _ARCHITECTURES:
         # XllmForCausalLM takes the same names and computes other norms, gates and rotary embeddings with them.
-        raise _bad_value("architectures", architectures, str(_ARCHITECTURES))
-    known = _CONFIG_KEYS | _ADDED_KEYS | vars(PretrainedConfig()).keys()
+        raise bad_value("architectures", architectures, str(_ARCHITECTURES))
+    known = _CONFIG_KEYS | added | vars(PretrainedConfig()).keys()
     unknown = sorted(vars(config).keys() - known)
     if unknown:
         raise ValueError(
-            f"config.json has the key {unknown[0]!r}{_more(unknown)}, which no published MoVA config has and the "
+            f"config.json has the key {unknown[0]!r}{_more(unknown)}, which no published config has and the "
             "engine would not honour: use the config.json that was published with the weights."
         )
     for key in _POSITIVE_INTEGERS:
-        if type(value := getattr(config, key, None)) is not int or not 1 <= value < _MOST:
-            raise _bad_value(key, value, "a positive integer")
+        value, least = (getattr(config, key, 0), 0) if key in counts else (getattr(config, key, None), 1)
+        if type(value) is not int or not least <= value < _MOST:
+            raise bad_value(key, value, "an integer of at least 0" if key in counts else "a positive integer")
     for key in _BOOLEANS:
         if type(value := getattr(config, key, None)) is not bool:
-            raise _bad_value(key, value, "true or false")
+            raise bad_value(key, value, "true or false")
     for key in _POSITIVE_NUMBERS:
         value = getattr(config, key, None)
         if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise _bad_value(key, value, "a positive number")
-    for key, choices in _CHOICES.items():
-        if (value := getattr(config, key, None)) not in choices:
-            raise _bad_value(key, value, " or ".join(map(str, choices)))
+            raise bad_value(key, value, "a positive number")
+    for key, values in choices.items():
+        if (value := getattr(config, key, None)) not in values:
+            raise bad_value(key, value, " or ".join(map(str, values)))
     rope = getattr(config, "rope_parameters", None)
-    if not isinstance(rope, dict) or rope.keys() != _ROPE_KEYS or rope["rope_type"] != "default":
-        raise _bad_value("rope_parameters", rope, "the default rope_type and a rope_theta, and nothing else")
-    if type(rope["rope_theta"]) not in (int, float) or not 0 < rope["rope_theta"] < math.inf:
-        raise _bad_value("rope_parameters.rope_theta", rope["rope_theta"], "a positive number")
-    dense = getattr(config, "mlp_only_layers", None)
-    if not isinstance(dense, list) or dense != list(range(len(dense))) or len(dense) >= config.num_hidden_layers:
-        raise _bad_value("mlp_only_layers", dense, "the list of the first layers, 0, 1, ...")
+    if not isinstance(rope, dict) or rope.get("rope_type") not in rope_types:
+        raise bad_value("rope_parameters", rope, f"a mapping with a rope_type of {' or '.join(rope_types)}")
+    # The engine checks every key of the others itself.
+    if rope["rope_type"] == "default" and rope.keys() != _ROPE_KEYS:
+        raise bad_value("rope_parameters", rope, "the default rope_type and a rope_theta, and nothing else")
+    theta = rope.get("rope_theta", getattr(config, "rope_theta", None))
+    if type(theta) not in (int, float) or not 0 < theta < math.inf:
+        raise bad_value("rope_parameters.rope_theta", theta, "a positive number")
+    dense, layers = getattr(config, "mlp_only_layers", None), config.num_hidden_layers
+    prefix = isinstance(dense, list) and dense == list(range(len(dense))) and len(dense) <= layers
+    if not prefix or (len(dense) < layers) != (config.num_experts > 0):
+        raise bad_value(
+            "mlp_only_layers", dense, "the list of the first layers, 0, 1, ..., all of them without experts"
+        )
     if config.num_experts_per_tok > config.num_experts:
-        raise _bad_value("num_experts_per_tok", config.num_experts_per_tok, f"at most {config.num_experts} experts")
+        raise bad_value("num_experts_per_tok", config.num_experts_per_tok, f"at most {config.num_experts} experts")
 
 
-def _bad_value(key: str, value: Any, wanted: str) -> ValueError:
+def bad_value(key: str, value: Any, wanted: str) -> ValueError:
     return ValueError(
         f"{key} in config.json is {value!r} and must be {wanted}: use the config.json that was published with the "
         "weights."

@@ -54,8 +54,8 @@ class MovaFp8Format:
         """
         result: dict[str, Expected] = {}
         for module in modules(model.config):
-            owned = _owns(model, module)
-            parameter = _parameter(model, module) if owned else None
+            owned = owns(model, module)
+            parameter = parameter_of(model, module) if owned else None
             place = (parameter, module.expert, module.part, module.parts)
             result[f"{module.name}.weight"] = Expected(PLAIN, module.shape, *place)
             if module.bias:
@@ -168,7 +168,7 @@ def _mlp(name: str, hidden: int, width: int, layer: int) -> Iterator[Module]:
     yield Module(f"{name}.down_proj", (hidden, width), layer, f"{name}.down_proj.weight")
 
 
-def _owns(model: torch.nn.Module, module: Module) -> bool:
+def owns(model: torch.nn.Module, module: Module) -> bool:
     """Whether the pipeline stage of ``model`` holds ``module``."""
     if module.layer is not None:
         return model.model.start_layer <= module.layer < model.model.end_layer
@@ -179,7 +179,8 @@ def _owns(model: torch.nn.Module, module: Module) -> bool:
     return model.pp_group.is_last_rank
 
 
-def _parameter(model: torch.nn.Module, module: Module) -> str:
+def parameter_of(model: torch.nn.Module, module: Module) -> str:
+    """The name of the parameter that holds ``module`` on the pipeline stage of ``model``."""
     if module.name == "model.embed_tokens" and not model.pp_group.is_first_rank:
         return "lm_head.weight"
     return module.parameter

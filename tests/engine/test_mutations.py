@@ -1,6 +1,6 @@
-"""Every kind of fault in ``mutations.py``, through the engine's own loaders; the same file runs on stock.
+"""Every kind of fault in ``mutations.py`` and ``mutations_k2.py``, through the engine's own loaders; also on stock.
 
-On the patched engine a fault must be refused in the words of its row. On stock, with its two gates relaxed, any
+On the patched engine a fault must be refused in the words of its row. On stock, with MoVA's two gates relaxed, any
 exception counts as detection, however it reads: ``mutation_count.py`` runs both and prints the counts.
 """
 
@@ -15,31 +15,42 @@ from safetensors.torch import save_file
 from benchmarks import stock
 from qualify import engine_cpu
 from qualify.checks.loading import PROVENANCE, read_checkpoint
-from tests.engine.mutations import INDEX, KINDS
+from tests.engine import mutations, mutations_k2
+from tests.engine.mutations import INDEX
 
 STOCK = stock.is_stock()
 ROUTES = {"tensors": ("directory", "stream"), "files": ("directory",), "config": ("directory",), "stream": ("stream",)}
 # Without a quantization_config nothing asks for the strict format: the engine builds a BF16 model and stumbles.
 ENGINES_OWN = {"config-no-quantisation"}
-CASES = [(kind, route) for kind in KINDS for route in ROUTES[kind.route]]
+MODELS = {"mova": "tiny_mova", "dense": "tiny_dense", "moe": "tiny_moe"}
+CASES = [(kind, route) for kind in mutations.KINDS + mutations_k2.KINDS for route in ROUTES[kind.route]]
 
 
 @pytest.fixture(scope="module")
-def tensors(tiny_mova):
-    """The intact checkpoint in memory; mutations replace entries of a copy and never write into a tensor."""
-    return read_checkpoint(tiny_mova)
+def intact(request):
+    """Model -> (directory, its tensors); mutations replace entries of a copy and never write into a tensor."""
+    found = {}
+
+    def get(model):
+        if model not in found:
+            directory = request.getfixturevalue(MODELS[model])
+            found[model] = directory, read_checkpoint(directory)
+        return found[model]
+
+    return get
 
 
 @pytest.fixture
-def damaged(tiny_mova, tensors, tmp_path):
+def damaged(intact, tmp_path):
     """Return a function that writes the damaged checkpoint of a kind."""
 
     def write(kind):
         directory = tmp_path / "damaged"
+        source, tensors = intact(kind.model)
         if kind.route == "tensors":
-            write_checkpoint(directory, tiny_mova, tensors, mutated(kind, tensors))
+            write_checkpoint(directory, source, tensors, mutated(kind, tensors))
             return directory
-        shutil.copytree(tiny_mova, directory, copy_function=link)
+        shutil.copytree(source, directory, copy_function=link)
         if kind.route == "files":
             kind.mutate(directory)
         elif kind.route == "config":
@@ -84,30 +95,35 @@ def write_checkpoint(directory, like, intact, tensors):
     (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def load_streams(directory, streams):
+def overrides(model):
+    return PROVENANCE if model == "mova" else {}
+
+
+def load_streams(model, directory, streams):
     """Load streams one after the other into one model through its ``load_weights``."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
-    model = engine_cpu.empty_model(directory, overrides=PROVENANCE)
+    built = engine_cpu.empty_model(directory, overrides=overrides(model))
     for stream in streams:
-        model.load_weights(iter(stream))
-    DefaultModelLoader.postprocess_weights(model, torch.device("cpu"))
-    return model
+        built.load_weights(iter(stream))
+    DefaultModelLoader.postprocess_weights(built, torch.device("cpu"))
+    return built
 
 
-def attempt(kind, route, damaged, tiny_mova, tensors):
+def attempt(kind, route, damaged, intact):
+    source, tensors = intact(kind.model)
     if route == "directory":
-        engine_cpu.load_model(damaged(kind), overrides=PROVENANCE)
+        engine_cpu.load_model(damaged(kind), overrides=overrides(kind.model))
     elif kind.route == "stream":
-        load_streams(tiny_mova, kind.mutate(dict(tensors)))
+        load_streams(kind.model, source, kind.mutate(dict(tensors)))
     else:
-        load_streams(tiny_mova, [mutated(kind, tensors).items()])
+        load_streams(kind.model, source, [mutated(kind, tensors).items()])
 
 
-@pytest.mark.parametrize(("kind", "route"), CASES, ids=[f"{kind.id}-by-{route}" for kind, route in CASES])
-def test_the_fault_is_detected(kind, route, damaged, tiny_mova, tensors):
+@pytest.mark.parametrize(("kind", "route"), CASES, ids=[f"{kind.case}-by-{route}" for kind, route in CASES])
+def test_the_fault_is_detected(kind, route, damaged, intact):
     with pytest.raises(Exception) as caught:
-        attempt(kind, route, damaged, tiny_mova, tensors)
+        attempt(kind, route, damaged, intact)
     if STOCK:
         return
     if kind.id not in ENGINES_OWN:
@@ -117,11 +133,13 @@ def test_the_fault_is_detected(kind, route, damaged, tiny_mova, tensors):
 
 
 @pytest.mark.parametrize("route", ["directory", "stream"])
-def test_the_control_loads(route, tiny_mova, tensors, tmp_path):
+@pytest.mark.parametrize("model", MODELS)
+def test_the_control_loads(model, route, intact, tmp_path):
     """Intact, rewritten and streamed: a count of detections means nothing if this fails."""
+    source, tensors = intact(model)
     if route == "directory":
         rewritten = {name: tensor.clone() for name, tensor in tensors.items()}
-        write_checkpoint(tmp_path / "intact", tiny_mova, tensors, rewritten)
-        engine_cpu.load_model(tmp_path / "intact", overrides=PROVENANCE)
+        write_checkpoint(tmp_path / "intact", source, tensors, rewritten)
+        engine_cpu.load_model(tmp_path / "intact", overrides=overrides(model))
     else:
-        load_streams(tiny_mova, [tensors.items()])
+        load_streams(model, source, [tensors.items()])
