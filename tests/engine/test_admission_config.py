@@ -5,7 +5,6 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from transformers import PretrainedConfig
 
 from qualify import engine_cpu
 from qualify.checks.loading import PROVENANCE
@@ -29,6 +28,13 @@ COUNTS = (
 )
 
 
+def as_object(config):
+    """A config dict as the library's class; imported late, since the engine sets its environment first."""
+    from transformers import PretrainedConfig
+
+    return PretrainedConfig.from_dict(config)
+
+
 def refusal(config):
     """The sentence with which the engine refuses to build ``config``."""
     with pytest.raises(ValueError) as caught:
@@ -45,7 +51,7 @@ def config_refusal(config, **values):
     ``values`` are set behind the library's own reading of the config, which converts some of them."""
     from sglang.srt.layers.quantization import mova_fp8
 
-    config = PretrainedConfig.from_dict(config)
+    config = as_object(config)
     vars(config).update(values)
     with pytest.raises(ValueError) as caught:
         mova_fp8.check_config(config)
@@ -57,7 +63,7 @@ def test_the_published_config_passes_the_config_check(published, tiny):
     from sglang.srt.layers.quantization import mova_fp8
 
     for config in (published, tiny):
-        mova_fp8.check_config(PretrainedConfig.from_dict(config))
+        mova_fp8.check_config(as_object(config))
 
 
 # --- architecture -----------------------------------------------------------------------------------------------
@@ -292,11 +298,11 @@ def test_a_hidden_size_of_broken_blocks_is_refused(tiny):
 
 
 def test_the_hidden_size_is_not_split_over_ranks(published):
-    """2560 over eight ranks of one expert is not 320, which would be broken blocks: only its width is split."""
+    """Ranks that share an expert split its width; 2560 / 8 = 320 would be broken blocks."""
     from sglang.srt.layers.quantization import mova_fp8
 
     config = copy.deepcopy(published) | {"moe_intermediate_size": 1024}
-    mova_fp8.check_topology(PretrainedConfig.from_dict(config), tp=8, ep=1, moe_tp=8, attn_tp=8)
+    mova_fp8.check_topology(as_object(config), tp=8, ep=1, moe_tp=8, attn_tp=8)
 
 
 def test_the_memory_saver_is_refused(tiny):

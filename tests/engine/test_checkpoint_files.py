@@ -230,4 +230,5 @@ def test_an_error_of_the_reader_cannot_fake_a_line_of_the_report(empty, refusal)
 def test_other_scripts_are_printed_as_they_are():
     from sglang.srt.model_loader.checkpoint_ledger import report
 
-    assert "  ключ.重み: ist größer" in report("strict", {("value", "ключ.重み"): "ist größer"}).split("\n")
+    lines = report("strict", {("value", "ключ.重み"): "ist größer", ("value", "ключ\n"): "ist größer"}).split("\n")
+    assert lines[2:] == ["  ключ.重み: ist größer", "  ключ\\n: ist größer"]

@@ -1,20 +1,41 @@
 """Which tensors a pipeline stage owns when the head is the embedding, and when it is not."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from qualify import engine_cpu
 from qualify.checks.loading import PROVENANCE
 from tests.engine.mutations import GATE
 
 
+def tie(config):
+    config["tie_word_embeddings"] = True
+    config["quantization_config"]["ignored_layers"].remove("lm_head")
+
+
 @pytest.fixture
 def tied(tiny):
     """The model of a config whose head is the embedding, on the meta device."""
-    tiny["tie_word_embeddings"] = True
-    tiny["quantization_config"]["ignored_layers"].remove("lm_head")
+    tie(tiny)
     return engine_cpu.build_model(tiny, overrides=PROVENANCE)
+
+
+def test_a_tied_checkpoint_loads_and_takes_no_head(tiny, tmp_path, source, refusal):
+    tie(tiny)
+    (tmp_path / "config.json").write_text(json.dumps(tiny))
+    without_head = {name: tensor for name, tensor in source.items() if name != "lm_head.weight"}
+    model = engine_cpu.empty_model(tmp_path, overrides=PROVENANCE)
+    model.load_weights(without_head.items())
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(model.lm_head.weight, source["model.embed_tokens.weight"])
+    report = refusal(engine_cpu.empty_model(tmp_path, overrides=PROVENANCE).load_weights, source.items())
+    assert report.split("\n")[1:] == [
+        "unexpected (1):",
+        "  lm_head.weight: torch.bfloat16 (1024, 384) is no tensor of this model",
+    ]
 
 
 def inventory(model, monkeypatch, layers, first, last):

@@ -51,11 +51,6 @@ def test_the_loaded_model_serves_after_post_processing(empty, source):
     assert "forward" not in vars(empty)
 
 
-def named(part):
-    """Test id of a parameter: the name of the change."""
-    return getattr(part, "__name__", "-")
-
-
 def replace(layer, leaf, data):
     setattr(layer, leaf, torch.nn.Parameter(data, requires_grad=False))
 
@@ -94,7 +89,9 @@ CHANGES = [
 METHOD = (per_tensor, "scope", "runs Fp8MoEMethod, must run block-wise Fp8MoEMethod")
 
 
-@pytest.mark.parametrize(("change", "kind", "text"), [*CHANGES, METHOD], ids=named)
+@pytest.mark.parametrize(
+    ("change", "kind", "text"), [*CHANGES, METHOD], ids=[change.__name__ for change, *_ in [*CHANGES, METHOD]]
+)
 def test_what_post_processing_does_to_the_experts_is_reported(empty, source, refusal, monkeypatch, change, kind, text):
     """The load is good; then the method of one layer changes what it has loaded. Such a model never serves."""
     empty.load_weights(source.items())
@@ -112,7 +109,7 @@ def test_what_post_processing_does_to_the_experts_is_reported(empty, source, ref
 
 
 @pytest.mark.parametrize(
-    ("change", "text"), [(codes_in_bf16, CHANGES[0][2]), (scales_in_bf16, CHANGES[1][2])], ids=named
+    ("change", "text"), [(codes_in_bf16, CHANGES[0][2]), (scales_in_bf16, CHANGES[1][2])], ids=["codes", "scales"]
 )
 def test_experts_that_were_built_in_another_dtype_are_reported(empty, source, refusal, change, text):
     experts = empty.get_submodule(EXPERTS)
