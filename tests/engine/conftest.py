@@ -7,6 +7,7 @@ import pytest
 from benchmarks import stock
 from qualify import engine_cpu
 from qualify.checks.conftest import loaded_mova, tiny_dense, tiny_moe, tiny_mova  # noqa: F401 - fixtures
+from qualify.checks.loading import PROVENANCE, read_checkpoint
 from qualify.models import MOVA_CONFIG
 
 
@@ -28,3 +29,28 @@ def published():
 def tiny(tiny_mova):  # noqa: F811 - the fixture
     """The config of the tiny synthetic checkpoint, fresh for every test."""
     return json.loads((tiny_mova / "config.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def source(tiny_mova):  # noqa: F811 - the fixture
+    """The intact tiny checkpoint in memory, name -> tensor; nobody writes into a tensor of it."""
+    return read_checkpoint(tiny_mova)
+
+
+@pytest.fixture
+def empty(tiny_mova):  # noqa: F811 - the fixture
+    """The built model, nothing loaded."""
+    return engine_cpu.empty_model(tiny_mova, overrides=PROVENANCE)
+
+
+@pytest.fixture
+def refusal():
+    """Return a function that calls its first argument with the others and returns the ledger's refusal."""
+    from sglang.srt.model_loader.checkpoint_ledger import CheckpointRefused
+
+    def call(action, *args, **kwargs):
+        with pytest.raises(CheckpointRefused) as caught:
+            action(*args, **kwargs)
+        return str(caught.value)
+
+    return call

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import operator
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -87,7 +88,9 @@ def read_header(path: Path) -> dict[str, dict]:
     try:
         header = json.loads(text, object_pairs_hook=_unique)
         header.pop("__metadata__", None)
-        end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        # Integers only, or the library refuses the file later and does not say which one it is.
+        spans = [map(operator.index, entry["data_offsets"]) for entry in header.values()]
+        end = 8 + length + max((stop for _, stop in spans), default=0)
     except _Repeated as error:
         raise ValueError(f"has {error.args[0]!r} twice in its header: download it again") from error
     except (ValueError, AttributeError, LookupError, TypeError, RecursionError) as error:

@@ -287,8 +287,7 @@ def report(format_name: str, defects: dict[tuple[str, str], str]) -> str:
     """All defects as text: one sentence, then a line for each kind and for the first ones of it."""
     kinds: dict[str, list[str]] = {}
     for (kind, name), text in defects.items():
-        # A name comes from the file: no line break of it may look like a line of ours.
-        kinds.setdefault(kind, []).append(f"{name if name.isprintable() else ascii(name)}: {text}")
+        kinds.setdefault(kind, []).append(_printable(f"{name}: {text}"))
     tensors = len({name for _, name in defects})
     lines = [
         f"The checkpoint is not a complete {format_name} checkpoint ({len(defects):,} defect(s) in {tensors:,} "
@@ -300,6 +299,13 @@ def report(format_name: str, defects: dict[tuple[str, str], str]) -> str:
         if len(kinds[kind]) > SHOWN:
             lines.append(f"  ... and {len(kinds[kind]) - SHOWN:,} more")
     return "\n".join(lines)
+
+
+def _printable(line: str) -> str:
+    """Names of tensors and files, and errors of a reader: no line break of theirs may look like a line of ours."""
+    if line.isprintable():
+        return line
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line)
 
 
 def bad_values(data: torch.Tensor, positive: bool, count: bool = True) -> torch.Tensor:

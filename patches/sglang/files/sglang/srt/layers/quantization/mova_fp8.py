@@ -101,13 +101,13 @@ ADDED_KEYS = {
     "num_values_per_tok",
     "rope_scaling",
     "rope_theta",
-    "swa_head_dim",
-    "swa_v_head_dim",
-    "v_head_dim",
     "xllm_source_router_gemm_partitions",
     "_attn_implementation_autoset",
     "_sglang_xllm_checkpoint_format",
 }
+
+# The engine sizes the cache by them, the model computes with head_dim; it adds those that are not there.
+_HEAD_WIDTHS = ("v_head_dim", "swa_head_dim", "swa_v_head_dim")
 
 _ARCHITECTURES = ["K2HorizonForCausalLM"]
 _ROPE_KEYS = {"rope_theta", "rope_type"}
@@ -257,7 +257,7 @@ def check_config(
     if (architectures := getattr(config, "architectures", None)) != _ARCHITECTURES:
         # XllmForCausalLM takes the same names and computes other norms, gates and rotary embeddings with them.
         raise bad_value("architectures", architectures, str(_ARCHITECTURES))
-    known = _CONFIG_KEYS | added | vars(PretrainedConfig()).keys()
+    known = _CONFIG_KEYS | added | set(_HEAD_WIDTHS) | vars(PretrainedConfig()).keys()
     unknown = sorted(vars(config).keys() - known)
     if unknown:
         raise ValueError(
@@ -266,8 +266,11 @@ def check_config(
         )
     for key in _POSITIVE_INTEGERS:
         value, least = (getattr(config, key, 0), 0) if key in counts else (getattr(config, key, None), 1)
-        if type(value) is not int or not least <= value < _MOST:
-            raise bad_value(key, value, "an integer of at least 0" if key in counts else "a positive integer")
+        if type(value) is not int or not least <= value <= _MOST:
+            raise bad_value(key, value, f"an integer from {least} to {_MOST:,}")
+    for key in _HEAD_WIDTHS:
+        if (value := getattr(config, key, config.head_dim)) != config.head_dim:
+            raise bad_value(key, value, f"head_dim, {config.head_dim}")
     for key in _BOOLEANS:
         if type(value := getattr(config, key, None)) is not bool:
             raise bad_value(key, value, "true or false")
