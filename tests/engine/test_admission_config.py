@@ -121,7 +121,7 @@ def test_the_native_config_is_refused_by_its_model_type(tiny):
 @pytest.mark.parametrize("key", ["_x", "_softcap", "__x__", "_n_group"])
 def test_an_unknown_key_with_an_underscore_is_refused(tiny, key):
     tiny[key] = 1
-    assert f"config.json has the key {key!r}, which no published MoVA config has" in refusal(tiny)
+    assert f"config.json has the key {key!r}, which no published config has" in refusal(tiny)
 
 
 @pytest.mark.parametrize("key", COUNTS)
@@ -165,7 +165,7 @@ def test_a_config_without_rope_parameters_is_refused(tiny, gone):
     tiny["rope_parameters"] = None
     if gone:
         del tiny["rope_parameters"]
-    assert "rope_parameters in config.json is None and must be the default rope_type and a rope_theta" in refusal(tiny)
+    assert "rope_parameters in config.json is None and must be a mapping with a rope_type of default" in refusal(tiny)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_a_config_without_rope_parameters_is_refused(tiny, gone):
 )
 def test_other_rope_parameters_are_refused(tiny, rope):
     said = config_refusal(tiny, rope_parameters=rope)
-    assert f"rope_parameters in config.json is {rope!r} and must be the default rope_type and a rope_theta" in said
+    assert f"rope_parameters in config.json is {rope!r} and must be " in said
 
 
 @pytest.mark.parametrize("base", [math.inf, math.nan, 0, -1e7, "1e7", True, None], ids=str)
