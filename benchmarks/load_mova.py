@@ -5,7 +5,8 @@
 Both sides load DIR through the engine's ``DefaultModelLoader`` on one GPU, router provenance given, each load in a
 fresh process. After the page cache is filled and one load of each side is thrown away, the sides alternate, and
 who goes first alternates too. Imports, process groups and the CUDA context are outside the measured interval;
-building the model, reading, checking, copying and post-processing are in it.
+building the model, reading, checking, copying and post-processing are in it. One more strict load, outside the
+comparison, says what its checks take: single loads differ by more than that.
 
 Needs no network and no particular user. ``sglang`` must be importable with the series applied; stock is TREE, or
 a copy of the installed package with the series reversed. ``--device cpu`` exercises everything on a tiny checkpoint.
@@ -52,6 +53,7 @@ def child(args: argparse.Namespace) -> int:
         stock.relax_gates()
     get_model_architecture(model_config)  # imports every model there is
     cuda = args.device == "cuda"
+    parts = time_checks(torch.cuda.synchronize if cuda else lambda: None) if args.parts else None
     before = memory("RssAnon")
     peak = AnonymousPeak()
     if cuda:
@@ -74,8 +76,52 @@ def child(args: argparse.Namespace) -> int:
         "gpu_peak_reserved_bytes": torch.cuda.max_memory_reserved() if cuda else None,
         "machine": machine(torch, cuda),
     }
+    if parts is not None:
+        result["check_seconds"] = {**parts, "sum": sum(parts.values())}
     args.child.write_text(json.dumps(result))
     return 0
+
+
+def time_checks(wait) -> dict[str, float]:
+    """Put clocks around all that the strict loader does beside the engine; ``wait`` waits for the device.
+
+    Returns seconds by part, to be read after the load. ``stream`` is the time inside the ledger's generator that its
+    source does not take: inventory, one look at every tensor, and the scan of all parameters at the end.
+    """
+    from sglang.srt.layers.quantization import mova_fp8
+    from sglang.srt.model_loader import checkpoint_ledger
+
+    seconds = dict.fromkeys(("admission", "files", "stream", "seal"), 0.0)
+
+    def clocked(owner, name: str, part: str) -> None:
+        inner = getattr(owner, name)
+
+        def timed(*arguments, **named):
+            began = time.perf_counter()
+            result = inner(*arguments, **named)
+            wait()
+            seconds[part] += time.perf_counter() - began
+            return result
+
+        setattr(owner, name, timed)
+
+    def steps(iterator, sign: float):
+        while True:
+            began = time.perf_counter()
+            item = next(iterator, None)
+            seconds["stream"] += sign * (time.perf_counter() - began)
+            if item is None:
+                return
+            yield item
+
+    watch = checkpoint_ledger.Ledger.watch
+    poison = checkpoint_ledger._poison
+    checkpoint_ledger._poison = lambda model: (poison(model), wait())
+    checkpoint_ledger.Ledger.watch = lambda self, model, weights: steps(watch(self, model, steps(iter(weights), -1)), 1)
+    clocked(mova_fp8, "admit", "admission")
+    clocked(checkpoint_ledger.Ledger, "check_files", "files")
+    clocked(checkpoint_ledger.Ledger, "seal", "seal")
+    return seconds
 
 
 def start_cpu(directory: Path, overrides: dict):
@@ -181,8 +227,8 @@ def machine(torch, cuda: bool) -> dict:
 # --- the comparison --------------------------------------------------------------------------------------------
 
 
-def load_once(side: str, tree: Path, args: argparse.Namespace) -> dict:
-    """Load in a fresh process; ``tree`` is the stock one. Raises ``CannotRun`` with the end of its output."""
+def load_once(side: str, tree: Path, args: argparse.Namespace, parts: bool = False) -> dict:
+    """Load in a fresh process; ``tree`` is the stock one, ``parts`` asks for the seconds of the checks. Raises ``CannotRun`` with the end of its output."""
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory, "result.json")
         path = [str(tree)] if side == "stock" else []
@@ -200,6 +246,7 @@ def load_once(side: str, tree: Path, args: argparse.Namespace) -> dict:
             str(args.model_dir),
         ]
         command += ["--device", args.device, "--router-partitions", str(args.router_partitions)]
+        command += ["--parts"] if parts else []
         done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode or not out.is_file():
             raise CannotRun(f"the {side} load failed:\n{(done.stdout + done.stderr)[-6000:]}")
@@ -282,6 +329,7 @@ def run(args: argparse.Namespace) -> int:
         for repetition in range(args.repetitions):
             for side in SIDES if repetition % 2 else reversed(SIDES):
                 loads[side].append(load_once(side, tree, args))
+        parts = load_once("strict", tree, args, parts=True)
     facts = [load.pop("machine") for side in SIDES for load in loads[side]]
     result = {
         "benchmark": "load_mova",
@@ -292,6 +340,7 @@ def run(args: argparse.Namespace) -> int:
         "series_sha256": series_digest(),
         "repetitions": args.repetitions,
         **summarise(loads),
+        "check_seconds": parts["check_seconds"],
     }
     ratio = result["ratio_of_medians"]
     print(f"median strict / median stock = {ratio:.4f} ({(ratio - 1) * 100:+.2f} %)")
@@ -317,6 +366,7 @@ def main() -> int:
     parser.add_argument("--repetitions", type=int, default=5, metavar="N", help="measured loads a side (default 5)")
     parser.add_argument("--router-partitions", type=int, choices=(1, 2), default=2, help="declared provenance")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--parts", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     return exit_code(lambda: run(args))
 
