@@ -228,7 +228,10 @@ def machine(torch, cuda: bool) -> dict:
 
 
 def load_once(side: str, tree: Path, args: argparse.Namespace, parts: bool = False) -> dict:
-    """Load in a fresh process; ``tree`` is the stock one, ``parts`` asks for the seconds of the checks. Raises ``CannotRun`` with the end of its output."""
+    """Load in a fresh process; ``tree`` is the stock one, ``parts`` asks for the seconds of the checks.
+
+    Raises ``CannotRun`` with the end of its output.
+    """
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory, "result.json")
         path = [str(tree)] if side == "stock" else []
