@@ -86,7 +86,9 @@ async def measure(url: str, key: str | None, vocabulary: int, repetitions: int) 
     timeout = aiohttp.ClientTimeout(total=600)
     async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
         server = Server(session, url, vocabulary, random.Random(SEED))
-        result = {"sanity": await sanity(server), "rounds": {}}
+        async with session.get(f"{url}/server_info") as answer:
+            info = await answer.json()
+        result = {"kv_tokens": info["max_total_num_tokens"], "sanity": await sanity(server), "rounds": {}}
         for name, (requests, given, wanted) in ROUNDS.items():
             await server.round(requests, given, min(wanted, 16))  # kernels of these shapes compile outside the clock
             seconds = [await server.round(requests, given, wanted) for _ in range(repetitions)]

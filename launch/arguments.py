@@ -10,19 +10,12 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from launch import refused
 from launch.engine_flags import Flag, table
 from qualify.errors import Rejected
 
 REMOTE_CODE = "trustremotecode"
 _OFF = ("", "0", "false", "no", "off")
-
-#: Flags that no recipe takes, whatever their value, and what to do instead.
-NEVER = {
-    "--config": "a file of flags would not be seen here; give the flags themselves",
-    "--api-key": "an argument is readable by every process of the host; set API_KEY_FILE",
-    "--admin-api-key": "an argument is readable by every process of the host; it is not offered",
-    "--ssl-keyfile-password": "an argument is readable by every process of the host; use a key without a password",
-}
 
 
 def letters(text: str) -> str:
@@ -43,13 +36,13 @@ def refuse_remote_code(arguments: Sequence[str], environment: Mapping[str, str])
             raise Rejected(f"environment {name}={value}: code from a checkpoint is never run; unset it")
 
 
-def parse(arguments: Sequence[str]) -> dict[str, tuple[Flag, Any, list[str]]]:
-    """Return {name: (flag, typed value, its words)} in order of appearance.
+def parse(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return {name of the flag: typed value} in order of appearance.
 
     Raises Rejected for an unknown or abbreviated flag, a positional word, a missing, surplus or mistyped value, and
     one flag with two different values.
     """
-    found: dict[str, tuple[Flag, Any, list[str]]] = {}
+    found: dict[str, Any] = {}
     position = 0
     while position < len(arguments):
         word = arguments[position]
@@ -67,10 +60,10 @@ def parse(arguments: Sequence[str]) -> dict[str, tuple[Flag, Any, list[str]]]:
             while position < len(arguments) and not arguments[position].startswith("--"):
                 values.append(arguments[position])
                 position += 1
-        value, words = _typed(flag, spelling, values)
-        if flag.name in found and found[flag.name][1] != value:
+        value = _typed(flag, spelling, values)
+        if flag.name in found and found[flag.name] != value:
             raise Rejected(f"{flag.name} is given twice with different values; give it once")
-        found[flag.name] = (flag, value, words)
+        found[flag.name] = value
     return found
 
 
@@ -83,20 +76,20 @@ def lookup(spelling: str) -> Flag:
         meant = f"; did you mean {' or '.join(near[:3])}?" if near else ""
         raise Rejected(f"{spelling} is no flag of the engine (abbreviations are not taken){meant}")
     flag = flags[spelling]
-    if flag.name in NEVER:
-        raise Rejected(f"{spelling}: {NEVER[flag.name]}")
+    if reason := refused.flag(flag.name):
+        raise Rejected(f"{spelling}: {reason}")
     return flag
 
 
-def _typed(flag: Flag, spelling: str, values: list[str]) -> tuple[Any, list[str]]:
-    """The value of one occurrence and the words that say it."""
+def _typed(flag: Flag, spelling: str, values: list[str]) -> Any:
+    """The value of one occurrence."""
     if flag.arity == "none":
         if values:
             raise Rejected(f"{spelling} takes no value")
-        return not spelling.startswith("--no-"), [spelling]
+        return not spelling.startswith("--no-")
     if not values:
         if flag.arity in ("one", "some"):
             raise Rejected(f"{spelling} needs a value")
-        return None if flag.arity == "optional" else [], [flag.name]
+        return None if flag.arity == "optional" else []
     typed = [flag.value(value) for value in values]
-    return (typed if flag.arity in ("some", "any") else typed[0]), [flag.name, *values]
+    return typed if flag.arity in ("some", "any") else typed[0]

@@ -13,6 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,22 +51,30 @@ def launch(artifact: str, passed: Sequence[str], own: set[str]) -> int:
     """Plan, check and serve."""
     settings = recipe.load(artifact)
     environment = dict(os.environ)
-    target = environment.get("TARGET", "").strip() or next(iter(settings.targets))
     printing = "--print" in own
+    found = trouble = None
+    if not printing:
+        try:
+            found = machine.query()
+        except CannotRun as error:  # what is wrong with the input is said first
+            trouble = error
+    target = environment.get("TARGET", "").strip() or next(iter(settings.targets))
+    if found and found.gpus and not environment.get("TARGET") and found.gpus[0].target in settings.targets:
+        target = found.gpus[0].target
     planned = plan.build(settings, environment, passed, target, printing)
     if printing:
-        print(json.dumps(planned.as_dict(), indent=1) if "--json" in own else planned.command)
+        inspect.emit(json.dumps(planned.as_dict(), indent=1) if "--json" in own else planned.command)
         return 0
-    start, drain = (_seconds(environment, *item) for item in (("START_SECONDS", 1800), ("DRAIN_SECONDS", 100)))
+    start, drain = (_seconds(environment, *item) for item in (("START_SECONDS", 1800), ("DRAIN_SECONDS", 90)))
     result, facts = checkpoint(planned)
-    found = machine.query()
+    if trouble:
+        raise trouble
     actual = machine.check(found, settings.targets, planned.tp, machine.image_cuda())
     if actual != planned.target:
-        if environment.get("TARGET"):
-            raise CannotRun(f"TARGET={target}, and {found.gpus[0].name} is {actual}: leave TARGET out")
-        planned = plan.build(settings, environment, passed, actual)
+        raise CannotRun(f"TARGET={target}, and {found.gpus[0].name} is {actual}: leave TARGET out")
     if settings.targets[actual] == "not-run":
         print(f"launch: note: nobody has qualified {artifact} on {actual} yet", file=sys.stderr)
+    machine.check_port(planned.value("--host"), planned.value("--port"))
     machine.check_shared_memory(planned.tp)
     machine.check_cache(CACHE, Path(planned.value("--model-path")))
     fits = fit(planned, result, found)
@@ -127,6 +136,8 @@ def fit(planned: plan.Plan, result: inspection.Inspection, found: machine.Machin
     size = result.as_dict()["bytes"]
     per_token = memory.kv_bytes_per_token(result.config, planned.tp, planned.value("--kv-cache-dtype", "auto"))
     fits = memory.fit(size, per_token, planned.tp, gpu, planned.value("--mem-fraction-static"))
+    if limit := planned.value("--max-total-tokens"):
+        fits = replace(fits, tokens=min(fits.tokens, limit))
     context = planned.value("--context-length", result.config.get("max_position_embeddings", 0))
     memory.check(fits, context, gpu, planned.tp)
     return fits

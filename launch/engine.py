@@ -24,15 +24,11 @@ def main() -> None:
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
 
     load_plugins()
     arguments = prepare_server_args(request["arguments"])
     arguments.api_key = request["api_key"]
-    try:
-        run_server(arguments)
-    finally:
-        kill_process_tree(os.getpid(), include_parent=False)
+    run_server(arguments)  # what it leaves behind, the supervisor ends
 
 
 if __name__ == "__main__":

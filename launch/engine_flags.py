@@ -7,6 +7,7 @@ engine. Inside the image, `python3 -m launch.engine_flags` writes the table anew
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ TABLE = Path(__file__).with_name("engine_flags.json")
 
 #: argparse's ``nargs`` -> how many values a flag takes
 ARITY = {None: "one", 0: "none", "?": "optional", "+": "some", "*": "any"}
-_NUMBER = re.compile(r"-?\d[\d_]*(\.\d+)?([eE][-+]?\d+)?\Z")
+_NUMBER = re.compile(r"-?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +41,17 @@ class Flag:
 
     def value(self, text: str) -> Any:
         """The typed value of one argument. Raises Rejected with the flag's name."""
+        if not text or (text.startswith("-") and not _NUMBER.match(text)):
+            # The engine reads its arguments again, and would take such a value for a flag.
+            raise Rejected(f"{self.name} {text!r}: a value is not empty and does not begin with a dash")
         if self.choices is not None and text not in self.choices:
             raise Rejected(f"{self.name} {text}: must be one of {', '.join(self.choices)}")
         if self.type in ("int", "human_readable_int", "float"):
             if not _NUMBER.match(text):
                 raise Rejected(f"{self.name} {text}: must be a number")
             number = float(text)
+            if not math.isfinite(number):
+                raise Rejected(f"{self.name} {text}: must be a finite number")
             if self.type == "float":
                 return number
             if not number.is_integer():

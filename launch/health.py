@@ -6,6 +6,7 @@ detokenizer when nothing else does.
 
 from __future__ import annotations
 
+import http.client
 import sys
 import urllib.error
 import urllib.request
@@ -24,14 +25,15 @@ def main() -> int:
     state, detail = found["state"], found["detail"]
     if state == "ready":
         try:
-            with urllib.request.urlopen(f"{found['url']}/health", timeout=SECONDS) as answer:
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            with opener.open(f"{found.get('url')}/health", timeout=SECONDS) as answer:
                 if answer.status == 200:
                     print(f"ready: {detail}")
                     return 0
                 state, detail = "broken", f"/health answers {answer.status}"
         except urllib.error.HTTPError as error:
             state, detail = "broken", f"/health answers {error.code}"
-        except OSError as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             state, detail = "broken", f"/health does not answer: {error}"
     print(f"{state}: {detail}")
     return 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import shutil
+import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,17 @@ def check(machine: Machine, targets: dict[str, str], tp: int, cuda: tuple[int, i
     if targets.get(found[0], "unsupported") == "unsupported":
         raise CannotRun(f"{used[0].name} is {found[0]}; the artifact lists {', '.join(targets)}")
     return found[0]
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises CannotRun where the port cannot be listened on: another server there could be taken for ours."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise CannotRun(f"cannot listen on {host} port {port}: {error.strerror}; set PORT or HOST") from None
 
 
 def check_shared_memory(tp: int, shm: Path = SHM) -> None:

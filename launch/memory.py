@@ -36,9 +36,11 @@ class Fit:
 def kv_bytes_per_token(config: Mapping[str, Any], tp: int, dtype: str = "auto") -> int:
     """Bytes of one token in one rank's KV cache: K and V of every layer; beyond their number heads are replicated.
 
-    ``config`` is a K2-Horizon ``config.json``.
+    ``config`` is a K2-Horizon ``config.json``. Raises Rejected for a dtype of unknown size.
     """
     heads = max(1, config["num_key_value_heads"] // tp)
+    if dtype not in KV_BYTES:
+        raise Rejected(f"--kv-cache-dtype {dtype}: its size per token is not known here; one of {', '.join(KV_BYTES)}")
     return 2 * config["num_hidden_layers"] * heads * config["head_dim"] * KV_BYTES[dtype]
 
 

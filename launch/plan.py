@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launch import arguments
+from launch import arguments, refused
 from launch.engine_flags import Flag
 from launch.recipe import Recipe, Setting
 from qualify.errors import Rejected
@@ -23,6 +23,17 @@ VARIABLES = {
     "SERVED_MODEL_NAME": "--served-model-name",
 }
 OVERRIDES = "--json-model-override-args"
+#: Numbers that make sense, smallest and largest.
+RANGES = {
+    "--port": (1, 65535),
+    "--mem-fraction-static": (0.05, 0.99),
+    "--context-length": (1, 1 << 40),
+    "--max-running-requests": (1, 1 << 20),
+    "--max-total-tokens": (1, 1 << 40),
+    "--cuda-graph-max-bs-decode": (1, 1 << 20),
+    "--tp-size": (1, 1024),
+    "--ep-size": (1, 1024),
+}
 SHORTEST_KEY = 16
 
 
@@ -48,6 +59,8 @@ class Plan:
     expect: dict[str, Any]
     uncatalogued: bool
     revision: str | None
+    #: the server wants an API key; its value is not part of the plan while that is only printed
+    keyed: bool = False
     key: str | None = field(repr=False, default=None)
 
     def value(self, name: str, default: Any = None) -> Any:
@@ -73,8 +86,8 @@ class Plan:
 
     @property
     def command(self) -> str:
-        """One shell-quoted line that starts the same engine without supervision (and without the API key)."""
-        return shlex.join(["sglang", "serve", *self.arguments])
+        """One shell-quoted line that starts the same engine without supervision; the API key is a placeholder."""
+        return shlex.join(["sglang", "serve", *self.arguments, *(["--api-key", "<API_KEY>"] if self.keyed else [])])
 
     def as_dict(self) -> dict[str, Any]:
         """The plan for a machine: no key in it."""
@@ -86,7 +99,7 @@ class Plan:
             "expect": self.expect,
             "uncatalogued": self.uncatalogued,
             "revision": self.revision,
-            "api_key": self.key is not None,
+            "api_key": self.keyed,
             "command": self.command,
         }
 
@@ -101,9 +114,7 @@ def build(
     """
     environment = {name: value.strip() for name, value in environment.items() if value.strip()}
     arguments.refuse_remote_code(passed, environment)
-    for name in recipe.refused:
-        if name in environment:
-            raise Rejected(f"environment {name}: {recipe.refused[name]}")
+    refused.environment(environment)
     if target not in recipe.targets:
         raise Rejected(f"target {target}: {recipe.artifact} lists {', '.join(recipe.targets)}")
     given = arguments.parse(passed)
@@ -117,7 +128,7 @@ def build(
     _take(choices, "--host", *listen)
     _take(choices, "--port", *asked.get("--port", (30000, "default")))
     declared, override = _declarations(recipe, environment, placeholders)
-    if OVERRIDES in given:
+    if OVERRIDES in given:  # the plan's own flag
         raise Rejected(f"{OVERRIDES}: the config is served as inspected; what it lacks is declared by variables")
     if override:
         _take(choices, OVERRIDES, override, "declared by the operator")
@@ -135,15 +146,16 @@ def build(
             raise Rejected(f"{name}: {recipe.refused[name]}")
         if name not in choices:
             _take(choices, name, value, source)
-    tp, ep = choices["--tp-size"].value if "--tp-size" in choices else 1, 1
-    if "--ep-size" in choices:
-        ep = choices["--ep-size"].value
-    if tp < 1 or ep < 1 or tp % ep:
-        raise Rejected(f"TP={tp} EP={ep}: both at least 1, and EP divides TP")
-    return Plan(
+    for name, (smallest, largest) in RANGES.items():
+        if name in choices and not smallest <= choices[name].value <= largest:
+            raise Rejected(f"{name} {choices[name].value}: must be between {smallest} and {largest:,}")
+    made = Plan(
         recipe.artifact, target, choices, declared, recipe.expect, _yes(environment, "UNCATALOGUED"),
-        environment.get("REVISION"), key,
+        environment.get("REVISION"), bool(environment.get("API_KEY_FILE")), key,
     )  # fmt: skip
+    if made.tp % made.ep:
+        raise Rejected(f"TP={made.tp} EP={made.ep}: EP divides TP")
+    return made
 
 
 def _holds(setting: Setting, target: str, tp: int) -> bool:
@@ -157,7 +169,7 @@ def _asked(recipe: Recipe, environment: Mapping[str, str], given: dict) -> dict[
     for variable, name in variables.items():
         if variable in environment:
             asked[name] = (arguments.lookup(name).value(environment[variable]), f"environment {variable}")
-    for name, (_, value, _) in given.items():
+    for name, value in given.items():
         if name in asked and asked[name][0] != value:
             raise Rejected(f"{name} {value} contradicts {asked[name][1]}={asked[name][0]}: give one of them")
         asked[name] = (value, "argument")
@@ -223,6 +235,10 @@ def read_key(file: str) -> str:
     """The API key in a file. Raises Rejected where it is no usable key; the message never holds its content."""
     try:
         key = Path(file).read_text(encoding="ascii").rstrip("\r\n")
+    except IsADirectoryError:
+        raise Rejected(
+            f"API_KEY_FILE={file}: is a folder, which Docker makes where the mounted file is missing"
+        ) from None
     except OSError as error:
         raise Rejected(f"API_KEY_FILE={file}: {error.strerror}; it must be readable by uid 10001 or gid 0") from None
     except UnicodeDecodeError:

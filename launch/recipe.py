@@ -47,7 +47,7 @@ class Recipe:
     targets: dict[str, str]
     settings: tuple[Setting, ...]
     declarations: tuple[Declaration, ...]
-    #: flag, or environment variable without dashes -> why it is refused
+    #: flag -> why this artifact refuses it
     refused: dict[str, str]
     #: field of ``/server_info`` -> value it must have besides the flags
     expect: dict[str, Any]
@@ -84,6 +84,9 @@ def load(artifact: str, folder: Path | None = None) -> Recipe:
                 raise ValueError(f"{setting.flag}: not the engine's first spelling, or without a reason")
             if unknown := set(setting.targets) - set(recipe.targets):
                 raise ValueError(f"{setting.flag}: no target {', '.join(sorted(unknown))}")
+        for name in recipe.refused:
+            if table()[name].name != name:
+                raise ValueError(f"{name}: not the engine's first spelling")
     except (KeyError, TypeError, ValueError) as error:
         raise CannotRun(f"recipes/{path.name} is not a usable artifact file: {error}") from None
     return recipe

@@ -7,6 +7,7 @@ this returns, none of them is left.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import ipaddress
 import json
 import os
@@ -31,14 +32,21 @@ WORKERS = ("sglang::scheduler", "sglang::detokenizer")
 POLL = 0.5
 REAP_SECONDS = 30
 HIDDEN = b"<api key>"
+#: a configuration of the engine is some 20 kB
+LARGEST_ANSWER = 1 << 24
+UNANSWERED = (OSError, ValueError, http.client.HTTPException)
+#: No proxy: its owner would read the key, and it does not know our loopback interface.
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+#: What the image's environment says, said again for an unpacked root: nothing is fetched.
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
 
 class Stop:
-    """SIGTERM and SIGINT as an event; a second one means at once."""
+    """SIGTERM, SIGINT and SIGHUP as an event; a second one means at once."""
 
     def __init__(self) -> None:
         self.event, self.count = threading.Event(), 0
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._note)
 
     def _note(self, *_: Any) -> None:
@@ -54,25 +62,30 @@ def serve(plan: Plan, record: dict[str, Any], start_seconds: float, drain_second
     after ``start_seconds`` or drained after ``drain_seconds``.
     """
     stop = Stop()
-    began = time.time()
+    began, clock = time.time(), time.monotonic()
     url = f"http://{local(plan.value('--host'))}:{plan.value('--port')}"
 
     def tell(state: str, detail: str) -> None:
-        status.write(state, detail, url=url, began=began, **record)
-        print(f"launch: {state}: {detail}", flush=True)
+        # A log that nobody reads any more, or a full disk, must not end a server that serves.
+        with contextlib.suppress(OSError):
+            status.write(state, detail, url=url, began=began, **record)
+        with contextlib.suppress(OSError):
+            print(f"launch: {state}: {detail}", flush=True)
 
+    status.claim()
     process = _start(plan, engine)
     record = record | {"engine": process.pid}
     try:
         tell("loading", f"{plan.artifact} from {plan.value('--model-path')}")
-        _until_ready(process, plan, url, stop, began + start_seconds)
+        watched = _until_ready(process, plan, url, stop, clock + start_seconds)
         if not stop.count:
-            tell("ready", f"on {url} after {time.time() - began:.0f} s; every planned flag is in effect")
-            _while_serving(process, stop)
+            seconds = time.monotonic() - clock
+            tell("ready", f"on {url} after {seconds:.0f} s; {len(watched)} workers, every planned flag is in effect")
+            _while_serving(process, watched, stop)
         tell("draining", f"stopping; at most {drain_seconds:.0f} s for requests in flight")
-        _drain(process, stop, time.time() + drain_seconds)
-    except (CannotRun, Rejected) as error:
-        status.write("broken", str(error), url=url, began=began, **record)
+        _drain(process, stop, time.monotonic() + drain_seconds)
+    except BaseException as error:
+        tell("broken", str(error) or type(error).__name__)
         raise
     finally:
         _end(process.pid)
@@ -90,10 +103,12 @@ def local(host: str) -> str:
 
 
 def _start(plan: Plan, engine: list[str]) -> subprocess.Popen:
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # The engine asks itself over HTTP, with its key, when it warms up.
+    direct = ",".join(filter(None, [os.environ.get("no_proxy"), os.environ.get("NO_PROXY"), "127.0.0.1,::1,localhost"]))
+    environment = os.environ | OFFLINE | {"PYTHONPATH": str(ROOT), "no_proxy": direct, "NO_PROXY": direct}
     # The output goes through us where there is a key in it to hide; otherwise the engine writes by itself.
     process = subprocess.Popen(
-        engine, stdin=subprocess.PIPE, start_new_session=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        engine, stdin=subprocess.PIPE, start_new_session=True, env=environment,
         **({"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if plan.key else {}),
     )  # fmt: skip
     if plan.key:
@@ -116,43 +131,53 @@ def relay(source, target, secret: bytes) -> None:
 
 
 def _write(target, data: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError, ValueError):  # where nobody reads our log, the engine must not block
+    with contextlib.suppress(OSError, ValueError):  # where nobody takes our log, the engine must not block
         target.write(data)
         target.flush()
 
 
 def get(url: str, key: str | None, seconds: float = 5) -> Any:
-    """The JSON of a GET, or None for an empty body. Raises OSError."""
+    """The JSON of a GET, or None for an empty body. Raises one of UNANSWERED."""
+    deadline = time.monotonic() + seconds
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
-    with urllib.request.urlopen(request, timeout=seconds) as answer:
-        body = answer.read()
-        return json.loads(body) if body else None
+    body = b""
+    with OPENER.open(request, timeout=5) as answer:
+        while chunk := answer.read1(1 << 16):
+            body += chunk
+            if time.monotonic() > deadline or len(body) > LARGEST_ANSWER:
+                raise TimeoutError(f"no end of the answer after {len(body):,} bytes")
+    return json.loads(body) if body else None
 
 
-def _until_ready(process: subprocess.Popen, plan: Plan, url: str, stop: Stop, deadline: float) -> None:
+def _until_ready(process: subprocess.Popen, plan: Plan, url: str, stop: Stop, deadline: float) -> dict[int, str]:
+    """Wait for the engine, compare it with the plan, and return its workers."""
     while not stop.event.wait(POLL):
         if process.poll() is not None:
             raise CannotRun(f"the engine ended while loading ({_how(process.returncode)}): its reason is above")
-        if time.time() > deadline:
+        if time.monotonic() > deadline:
             raise CannotRun("the engine was not ready in time: raise START_SECONDS, or read its output above")
         try:
             get(f"{url}/ready", None)
-        except OSError:
+        except UNANSWERED:
             continue
         try:
-            info = get(f"{url}/server_info", plan.key, seconds=60)
-        except OSError as error:
+            info = get(f"{url}/server_info", plan.key, seconds=30)
+        except UNANSWERED as error:
             raise CannotRun(f"/server_info does not answer: {error}") from None
+        if not isinstance(info, dict):
+            raise CannotRun("/server_info answers no JSON object: is another server on this port?")
         if found := effective.differences(plan, info):
             raise Rejected("not served, because the plan did not take effect: " + "; ".join(found))
-        return
+        watched = workers(process.pid)
+        for kind, wanted in zip(WORKERS, (plan.tp, 1), strict=True):
+            count = sum(title.startswith(kind) for title in watched.values())
+            if count < wanted:
+                raise CannotRun(f"the engine has {count} {kind} processes, and {wanted} are needed")
+        return watched
+    return {}
 
 
-def _while_serving(process: subprocess.Popen, stop: Stop) -> None:
-    watched = workers(process.pid)
-    for kind in WORKERS:
-        if not any(title.startswith(kind) for title in watched.values()):
-            raise CannotRun(f"the engine has no {kind} process to watch")
+def _while_serving(process: subprocess.Popen, watched: dict[int, str], stop: Stop) -> None:
     while not stop.event.wait(POLL):
         if process.poll() is not None:
             raise CannotRun(f"the engine ended ({_how(process.returncode)})")
@@ -161,13 +186,12 @@ def _while_serving(process: subprocess.Popen, stop: Stop) -> None:
 
 
 def _drain(process: subprocess.Popen, stop: Stop, deadline: float) -> None:
-    before = stop.count
     if process.poll() is None:
         process.terminate()
     while process.poll() is None:
-        if stop.count > before:
+        if stop.count > 1:
             raise CannotRun("told to stop twice: requests in flight were cut off")
-        if time.time() > deadline:
+        if time.monotonic() > deadline:
             raise CannotRun("requests were still in flight when DRAIN_SECONDS had passed: they were cut off")
         time.sleep(POLL)
     if process.returncode not in (0, -signal.SIGTERM):
@@ -175,7 +199,8 @@ def _drain(process: subprocess.Popen, stop: Stop, deadline: float) -> None:
 
 
 def _how(code: int) -> str:
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"signal {names.get(-code, -code)}" if code < 0 else f"exit code {code}"
 
 
 def session(leader: int) -> list[int]:
@@ -208,9 +233,9 @@ def workers(leader: int) -> dict[int, str]:
 
 def _end(leader: int) -> None:
     """Kill what is left of a session and wait until it is gone. Raises CannotRun where it does not go."""
-    deadline = time.time() + REAP_SECONDS
+    deadline = time.monotonic() + REAP_SECONDS
     while left := session(leader):
-        if time.time() > deadline:
+        if time.monotonic() > deadline:
             raise CannotRun(
                 f"processes {left} of the engine do not end: the GPU's driver may hang, see `dmesg` on the host"
             )

@@ -3,6 +3,7 @@
 
 serve() { # ARTIFACT [ARGUMENT]...
   local root
-  root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-  PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" exec python3 -P -m launch "$@"
+  root=$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")
+  # Nobody else's modules: what runs is what the image holds.
+  PYTHONPATH=$root exec python3 -P -m launch "$@"
 }

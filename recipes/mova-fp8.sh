@@ -2,5 +2,5 @@
 # Serve a K2-Horizon MoVA FP8 checkpoint as recipes/mova-fp8.toml says; see docs/serving.md.
 set -euo pipefail
 # shellcheck source=recipes/lib.sh
-. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+. "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/lib.sh"
 serve mova-fp8 "$@"

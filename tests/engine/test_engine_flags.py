@@ -37,6 +37,17 @@ def test_the_engine_parses_a_plan_to_the_planned_values(artifact, target):
     assert {choice.flag.field for choice in made.choices.values()} | set(made.expect) <= fields
 
 
+def test_what_the_strict_loader_refuses_never_reaches_it():
+    """One fact in two places: the loader's table of flags, and what the launcher refuses in milliseconds."""
+    from sglang.srt.layers.quantization import mova_fp8
+
+    from launch import refused
+
+    for _, leaf, _, name in mova_fp8._RUNTIME:
+        if leaf != "load_format":  # a fixed flag of every recipe
+            assert refused.flag(engine_flags.table()[name].name), name
+
+
 def test_the_engine_gets_its_key_without_an_argument(tmp_path):
     """The real child process up to the engine's own start, which is replaced by a look at what it was given."""
     look = tmp_path / "look.py"

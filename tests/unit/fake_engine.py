@@ -1,7 +1,8 @@
 """Stands in for launch.engine: reads the same request, answers the endpoints that supervision uses, has two workers.
 
 FAKE_ENGINE (JSON) makes it misbehave: ``die`` (exit code) before serving, ``info`` (overrides of /server_info),
-``print`` (text, with KEY for the API key), ``stubborn`` (ignores SIGTERM), ``workers`` (titles), ``slow`` (seconds).
+``print`` and ``stderr`` (text, with KEY for the API key), ``stubborn`` (ignores SIGTERM), ``workers`` (titles),
+``slow`` (seconds), ``answers`` ({path: text} in place of the right one), ``code`` (exit code after SIGTERM).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from launch import arguments
+from launch.engine_flags import table
 
 ASK = json.loads(os.environ.get("FAKE_ENGINE", "{}"))
 
@@ -27,12 +29,13 @@ def main() -> None:
     key = request["api_key"]
     Path(os.environ["FAKE_ENGINE_SEES"]).write_text(json.dumps({"argv": sys.argv, **request}))
     print(ASK.get("print", "").replace("KEY", key or ""), flush=True)
+    print(ASK.get("stderr", "").replace("KEY", key or ""), file=sys.stderr, flush=True)
     time.sleep(ASK.get("slow", 0))
     if "die" in ASK:
         sys.exit(ASK["die"])
     given = arguments.parse(request["arguments"])
-    info = {flag.field: value for flag, value, _ in given.values()}
-    info |= {"trust_remote_code": False, "quantization": "fp8", "device": "cuda", "api_key": key, **ASK.get("info", {})}
+    info = {table()[name].field: value for name, value in given.items()}
+    info |= {"trust_remote_code": False, "device": "cuda", "api_key": key, **ASK.get("info", {})}
     titles = ASK.get("workers", ["sglang::scheduler", "sglang::detokenizer"])
     children = [subprocess.Popen(["bash", "-c", f"exec -a {title} sleep 600"]) for title in titles]
 
@@ -42,6 +45,7 @@ def main() -> None:
                 self.send_error(401)
                 return
             body = json.dumps(info).encode() if self.path == "/server_info" else b""
+            body = ASK.get("answers", {}).get(self.path, body.decode()).encode()
             self.send_response(200)
             self.end_headers()
             self.wfile.write(body)
@@ -59,6 +63,7 @@ def main() -> None:
     server.serve_forever()
     for child in children:
         child.kill()
+    sys.exit(ASK.get("code", 0))
 
 
 if __name__ == "__main__":

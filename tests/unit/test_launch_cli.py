@@ -11,6 +11,7 @@ import pytest
 
 from launch import cli, machine, supervise
 from launch.machine import GIB, Gpu, Machine
+from qualify.errors import CannotRun
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -94,6 +95,7 @@ def test_nobody_gets_a_published_name_by_default(launch, model):
         ({"TARGET": "sm120"}, [H200], 2, "leave TARGET out"),
         ({"TARGET": "sm70"}, [H200], 1, "target sm70"),
         ({"CONTEXT_LENGTH": "900000000"}, [H200], 1, "does not fit"),
+        ({"REVISION": "a" * 40}, [H200], 1, "a" * 40),
         ({"DRAIN_SECONDS": "soon"}, [H200], 1, "DRAIN_SECONDS=soon"),
         ({"START_SECONDS": "-1"}, [H200], 1, "START_SECONDS=-1"),
     ],
@@ -113,8 +115,34 @@ def test_a_wrong_checkpoint_is_refused_before_the_gpu_is_asked(launch, model):
     assert shard.name in err.splitlines()[-1]
 
 
+def test_limits_of_the_plan_count(launch):
+    code, _, err = launch("--max-total-tokens", "1000")
+    assert (code, "holds 1,000 tokens" in err) == (1, True)
+    code, _, err = launch("--kv-cache-dtype", "nvfp4")
+    assert (code, "--kv-cache-dtype nvfp4" in err) == (1, True)
+
+
+def test_the_tightest_gpu_counts(launch):
+    tight = Gpu("NVIDIA H200", (9, 0), H200.total, 10 * GIB)
+    for gpus in ([H200, tight], [tight, H200]):
+        assert launch(gpus=gpus, TP="2", CONTEXT_LENGTH="4096")[0] == 2
+
+
+def test_cache_memory_and_port_are_checked(launch, monkeypatch):
+    for name in ("check_cache", "check_shared_memory", "check_port"):
+        with monkeypatch.context() as patch:
+            patch.setattr(machine, name, lambda *_, name=name: (_ for _ in ()).throw(CannotRun(f"{name} says no")))
+            code, _, err = launch("--check")
+        assert (code, f"{name} says no" in err) == (2, True)
+
+
+def test_flags_are_refused_before_a_missing_gpu(launch, monkeypatch):
+    monkeypatch.setattr(machine, "query", lambda: (_ for _ in ()).throw(CannotRun("no driver")))
+    assert cli.main(["mova-fp8", "--nope"]) == 1
+
+
 def test_target_of_the_gpu_decides(launch):
-    launch(gpus=[Gpu("RTX PRO 6000", (12, 0), 96 * GIB, 96 * GIB)], CONTEXT_LENGTH="4096")
+    launch("--attention-backend", "triton", gpus=[Gpu("RTX", (12, 0), 96 * GIB, 96 * GIB)], CONTEXT_LENGTH="4096")
     assert launch.started[0][0].value("--attention-backend") == "triton"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import types
 from pathlib import Path
@@ -79,12 +80,23 @@ def test_shared_memory(monkeypatch):
     machine.check_shared_memory(2)
 
 
+def test_port():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert f"port {port}: Address already in use" in refusal(CannotRun, machine.check_port, "127.0.0.1", port)
+    machine.check_port("127.0.0.1", port)
+    assert "cannot listen on 192.0.2.1" in refusal(CannotRun, machine.check_port, "192.0.2.1", port)
+
+
 def test_kv_bytes_of_the_published_config():
     # 2 (K, V) x 48 layers x 8 heads x 128 x 2 bytes, by hand
     assert memory.kv_bytes_per_token(CONFIG, 1) == 196_608
     assert memory.kv_bytes_per_token(CONFIG, 2) == 98_304
     assert memory.kv_bytes_per_token(CONFIG, 16) == 2 * 48 * 1 * 128 * 2  # heads are replicated
     assert memory.kv_bytes_per_token(CONFIG, 1, "fp8_e4m3") == 98_304
+    assert "--kv-cache-dtype nvfp4" in refusal(Rejected, memory.kv_bytes_per_token, CONFIG, 1, "nvfp4")
 
 
 def test_fit_on_an_h200():

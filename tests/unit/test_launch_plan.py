@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import shlex
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import arguments, plan, recipe
+from launch import arguments, plan, recipe, refused
 from launch.engine_flags import table
 from qualify.errors import CannotRun, Rejected
 
@@ -130,7 +131,27 @@ def test_variable_and_argument_override_a_default():
         ([], {"ROUTER_PARTITIONS": "02"}, "must be 1 or 2"),
         ([], {"TP": "two"}, "must be a number"),
         ([], {"TP": "4", "EP": "3"}, "EP divides TP"),
-        ([], {"TP": "0"}, "at least 1"),
+        ([], {"TP": "0"}, "--tp-size 0: must be between 1"),
+        ([], {"PORT": "0"}, "--port 0: must be between 1"),
+        ([], {"PORT": "99999"}, "must be between 1 and 65,535"),
+        ([], {"MEM_FRACTION": "2"}, "must be between 0.05 and 0.99"),
+        ([], {"MEM_FRACTION": "1e400"}, "must be a finite number"),
+        ([], {"CONTEXT_LENGTH": "-5"}, "must be between 1"),
+        ([], {"MAX_RUNNING": "0"}, "must be between 1"),
+        ([], {"SERVED_MODEL_NAME": "--trust-me"}, "does not begin with a dash"),
+        (["--served-model-name="], {}, "not empty"),
+        (["--model-checksum=--load-format=dummy"], {}, "--model-checksum"),
+        (["--chat-template=--quantization=fp8"], {}, "does not begin with a dash"),
+        (["--ssl-certfile", "c.pem"], {}, "plain HTTP"),
+        (["--nnodes", "2"], {}, "on this machine"),
+        (["--forward-hooks", "[]"], {}, "nobody has inspected"),
+        (["--decode-attention-backend", "triton"], {}, "give --attention-backend"),
+        (["--enable-memory-saver"], {}, "strict loader"),
+        (["--speculative-draft-model-path", "/m"], {}, "nobody has inspected"),
+        (["--enable-custom-logit-processor"], {}, "bring code with them"),
+        ([], {"SGLANG_EXTERNAL_MODEL_PACKAGE": "x"}, "environment SGLANG_EXTERNAL_MODEL_PACKAGE"),
+        ([], {"SGLANG_GRPC_PORT": "1"}, "would change the engine"),
+        ([], {"API_KEY": "0123456789abcdef"}, "set API_KEY_FILE"),
         ([], {"ALLOW_NO_KEY": "yes"}, "ALLOW_NO_KEY=yes"),
         ([], {"UNCATALOGUED": "true"}, "UNCATALOGUED=true"),
         ([], {"SGLANG_FP8_IGNORED_LAYERS": "lm_head"}, "environment SGLANG_FP8_IGNORED_LAYERS"),
@@ -155,7 +176,7 @@ def test_remote_code_is_refused_however_spelled(word):
     assert "never run" in refusal("--page-size", "1", word)
 
 
-@pytest.mark.parametrize("name", ["TRUST_REMOTE_CODE", "HF_TRUST_REMOTE_CODE", "SGLANG_TrustRemoteCode"])
+@pytest.mark.parametrize("name", ["TRUST_REMOTE_CODE", "HF_TRUST_REMOTE_CODE", "HfTrustRemoteCode"])
 def test_remote_code_by_environment(name):
     assert "never run" in refusal(**{name: "1"})
     assert build(**{name: "0"}).tp == 1
@@ -201,7 +222,42 @@ def test_unusable_key(tmp_path, content):
 
 def test_missing_key_file(tmp_path):
     assert "No such file" in refusal(API_KEY_FILE=str(tmp_path / "none"))
-    assert "directory" in refusal(API_KEY_FILE=str(tmp_path))
+
+
+def test_print_says_that_a_key_belongs_there(tmp_path):
+    made = build(placeholders=True, API_KEY_FILE=str(tmp_path / "none"))
+    assert made.command.endswith("--api-key '<API_KEY>'")
+    assert "api-key" not in build(placeholders=True).command
+    assert made.as_dict()["api_key"] is True
+
+
+def test_a_folder_for_a_key(tmp_path):
+    assert "Docker makes where the mounted file is missing" in refusal(API_KEY_FILE=str(tmp_path))
+
+
+def test_refusals_are_the_engines_flags():
+    names = {flag.name for flag in table().values()}
+    for pattern in refused.FLAGS:
+        assert any(fnmatch.fnmatchcase(name, pattern) for name in names), pattern
+
+
+def test_variables_that_change_nothing_are_taken():
+    assert build(SGLANG_LOG_MS="1", REVISION=" " + "a" * 40 + " ").revision == "a" * 40
+
+
+def test_values_that_look_odd_and_are_fine():
+    assert build(MEM_FRACTION=".85").value("--mem-fraction-static") == 0.85
+    assert build("--chunked-prefill-size", "-1").value("--chunked-prefill-size") == -1
+
+
+def test_scripts_run_through_a_link_and_with_an_odd_cdpath(tmp_path):
+    for script in SCRIPTS:
+        link = tmp_path / script.name
+        link.symlink_to(script)
+        done = subprocess.run(
+            [link, "--print"], cwd=tmp_path, env=os.environ | {"CDPATH": "/tmp:/"}, capture_output=True
+        )
+        assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_no_key_has_to_be_said_out_loud():
@@ -225,5 +281,5 @@ def test_a_broken_artifact_file_is_our_fault(tmp_path):
 
 def test_parsed_words_are_what_the_engine_gets():
     given = arguments.parse(["--cuda-graph-bs-decode", "1", "2", "4", "--enable-metrics", "--no-enable-tf32-matmul"])
-    assert [value for _, value, _ in given.values()] == [[1, 2, 4], True, False]
-    assert given["--enable-tf32-matmul"][2] == ["--no-enable-tf32-matmul"]
+    assert list(given.values()) == [[1, 2, 4], True, False]
+    assert build("--no-enable-tf32-matmul").arguments[-1] == "--no-enable-tf32-matmul"

@@ -26,7 +26,8 @@ from launch import plan, recipe, supervise
 from qualify.errors import exit_code
 made = plan.build(recipe.load("mova-fp8"), os.environ, sys.argv[2:], "sm90")
 record, engine = {"launch": {"plan": made.as_dict()}}, [sys.executable, sys.argv[1]]
-sys.exit(exit_code(lambda: supervise.serve(made, record, 20, 3, engine)))
+start = float(os.environ.get("START", 40))
+sys.exit(exit_code(lambda: supervise.serve(made, record, start, 3, engine)))
 """
 
 
@@ -52,14 +53,14 @@ class Launched:
         return json.loads(self.status.read_text()) if self.status.exists() else {}
 
     def until(self, *states: str) -> Launched:
-        deadline = time.time() + 15
+        deadline = time.time() + 60
         while self.state().get("state") not in states:
             assert time.time() < deadline, f"{self.state()} {self.process.poll()}"
             time.sleep(0.05)
         return self
 
     def end(self) -> tuple[int, str]:
-        output, _ = self.process.communicate(timeout=20)
+        output, _ = self.process.communicate(timeout=60)
         return self.process.returncode, output
 
     def health(self) -> tuple[int, str]:
@@ -109,9 +110,9 @@ def test_serves_and_stops_in_order(launch):
 
 def test_the_key_is_in_no_argument_and_no_output(launch, tmp_path):
     (tmp_path / "key").write_text(KEY)
-    one = launch({"print": f"api_key='KEY' {'x' * 70000} KEY and again KEY"}, API_KEY_FILE=str(tmp_path / "key")).until(
-        "ready"
-    )
+    one = launch(
+        {"print": f"api_key='KEY' {'x' * 70000} KEY", "stderr": "KEY again"}, API_KEY_FILE=str(tmp_path / "key")
+    ).until("ready")
     seen = json.loads(one.sees.read_text())
     assert seen["api_key"] == KEY
     assert KEY not in json.dumps([seen["argv"], seen["arguments"]])
@@ -147,7 +148,7 @@ def test_relay_hides_a_secret_on_every_border():
         ({"max_running_requests": 48}, "--max-running-requests: planned 64, the engine runs 48"),
         ({"dtype": None}, "--dtype: planned bfloat16, the engine runs None"),
         ({"trust_remote_code": True}, "trust_remote_code: expected False, the engine runs True"),
-        ({"quantization": None}, "quantization: expected fp8"),
+        ({"device": "cpu"}, "device: expected cuda, the engine runs cpu"),
         ({"json_model_override_args": "{}"}, "--json-model-override-args"),
         ({"enable_metrics": False}, "--enable-metrics: planned True"),
     ],
@@ -195,9 +196,111 @@ def test_a_dead_worker_ends_everything(launch, title):
 
 
 def test_an_engine_without_workers_is_not_trusted(launch):
-    code, output = launch({"workers": ["sglang::scheduler"]}).end()
+    one = launch({"workers": ["sglang::scheduler"]})
+    code, output = one.end()
     assert code == 2
-    assert "no sglang::detokenizer process" in output
+    assert "0 sglang::detokenizer processes, and 1 are needed" in output
+    assert not one.left()
+
+
+def test_every_rank_has_a_scheduler(launch):
+    code, output = launch({}, TP="2").end()
+    assert code == 2
+    assert "1 sglang::scheduler processes, and 2 are needed" in output
+
+
+@pytest.mark.parametrize(
+    ("answers", "says"),
+    [
+        ({"/server_info": "<html>"}, "/server_info does not answer"),
+        ({"/server_info": "[]"}, "/server_info answers no JSON object"),
+        ({"/server_info": "null"}, "/server_info answers no JSON object"),
+    ],
+)
+def test_an_answer_that_is_none_ends_the_launch(launch, answers, says):
+    one = launch({"answers": answers})
+    code, output = one.end()
+    assert (code, one.state()["state"]) == (2, "broken")
+    assert says in output
+    assert "Traceback" not in output
+    assert not one.left()
+
+
+def test_a_server_that_never_gets_ready(launch):
+    one = launch({"answers": {"/ready": "<html>"}}, START="2")
+    code, output = one.end()
+    assert code == 2
+    assert "START_SECONDS" in output
+
+
+def test_a_dripping_answer_does_not_hang_the_launch(monkeypatch):
+    class Drip(io.BytesIO):
+        def read1(self, size=-1):
+            time.sleep(0.05)
+            return b" "
+
+    monkeypatch.setattr(supervise.OPENER, "open", lambda *_, **__: Drip(b"x"))
+    with pytest.raises(TimeoutError):
+        supervise.get("http://127.0.0.1:1/", None, seconds=0.3)
+
+
+def test_a_proxy_sees_neither_key_nor_probe(launch, tmp_path):
+    (tmp_path / "key").write_text(KEY)
+    dead = "http://127.0.0.1:9"
+    one = launch({}, API_KEY_FILE=str(tmp_path / "key"), http_proxy=dead, HTTP_PROXY=dead, no_proxy="").until("ready")
+    assert one.health()[0] == 0
+    environment = Path(f"/proc/{one.state()['engine']}/environ").read_bytes()
+    assert b"no_proxy=127.0.0.1" in environment
+
+
+def test_the_engine_gets_no_foreign_modules_and_stays_offline(launch):
+    one = launch({}, PYTHONPATH=f"{ROOT}:/elsewhere", HF_HUB_OFFLINE="0").until("ready")
+    environment = Path(f"/proc/{one.state()['engine']}/environ").read_bytes().split(b"\0")
+    assert f"PYTHONPATH={ROOT}".encode() in environment
+    assert b"HF_HUB_OFFLINE=1" in environment
+
+
+def test_a_second_launch_does_not_take_the_status_of_a_first(launch):
+    one = launch().until("ready")
+    code, output = launch().end()
+    assert code == 2
+    assert "set HORIZON_STATUS to another" in output
+    assert one.state()["state"] == "ready"
+
+
+def test_a_status_file_that_cannot_be_written(launch):
+    code, output = launch({}, HORIZON_STATUS="/nowhere/status.json").end()
+    assert code == 2
+    assert "/nowhere/status.json cannot be written" in output
+    assert "Traceback" not in output
+
+
+def test_a_closed_log_does_not_end_the_server(launch):
+    one = launch().until("ready")
+    one.process.stdout.close()
+    one.process.terminate()
+    assert one.process.wait(timeout=60) == 0
+    assert one.state()["state"] == "stopped"
+
+
+def test_an_engine_that_ends_in_disorder(launch):
+    one = launch({"code": 5}).until("ready")
+    one.process.terminate()
+    code, output = one.end()
+    assert code == 2
+    assert "in disorder (exit code 5)" in output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_other_ways_to_stop(launch, number):
+    one = launch().until("ready")
+    one.process.send_signal(number)
+    assert one.end()[0] == 0
+
+
+def test_how_it_ended():
+    assert supervise._how(-9) == "signal SIGKILL"
+    assert supervise._how(-35) == "signal 35"
 
 
 def test_a_killed_engine_takes_its_workers_along(launch):
@@ -255,5 +358,8 @@ def test_health_where_nothing_was_launched_or_the_server_is_gone(launch, tmp_pat
     assert (code, says[:7]) == (1, "broken:")
     one.status.write_text("{")
     assert one.health()[1].startswith("broken:")
+    for text in ("[]", "null", "{}", json.dumps({"state": "ready", "detail": "on"})):
+        one.status.write_text(text)
+        assert one.health()[1].startswith("broken:"), text
     one.status.unlink()
     assert one.health() == (1, "broken: no server has been launched here\n")
