@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT / "patches/sglang/files/sglang/srt/layers/moe"))
 
 from e2m1_k32 import E2M1Experts, dequantize, fused_experts  # noqa: E402
 from e2m1_k32.decode import decode_gemm_kernel  # noqa: E402
-from e2m1_k32.gemm import grouped_gemm_kernel  # noqa: E402
+from e2m1_k32.gemm import grouped_gemm_ahead_kernel, grouped_gemm_kernel  # noqa: E402
 from e2m1_k32.layout import K_ALIGN  # noqa: E402
 from e2m1_k32.moe import DECODE_K, _arch, _gemm  # noqa: E402
 from e2m1_k32.quantize import quantize_rows  # noqa: E402
@@ -446,7 +446,8 @@ def _compile_one(job) -> str | None:
         else:
             common |= {"num_stages": tile.stages} | ({"maxnreg": tile.regs} if tile.regs else {})
             act = torch.float8_e4m3fn if fp8 else bf16
-            grouped_gemm_kernel.warmup(
+            kernel = grouped_gemm_ahead_kernel if tile.ahead else grouped_gemm_kernel
+            kernel.warmup(
                 act, f32, u8, u8, f32, bf16, f32, i32, i32, i32, *strides,
                 FP8=fp8, PERMUTED=gated and not fp8, BLOCK_K=tile.k if k % tile.k == 0 else K_ALIGN, USE_ASM=True,
                 **common,

@@ -20,7 +20,7 @@ from e2m1_k32.layout import DECODE_ORDER, FP8_ORDER, W4A16_ORDER, reorder  # noq
 from e2m1_k32.quantize import quantize_rows  # noqa: E402
 from e2m1_k32.reference import emulate_fp8, moe_reference, random_experts, relative_error  # noqa: E402
 from e2m1_k32.routing import permute_activations  # noqa: E402
-from e2m1_k32.tiles import DecodeTile, MoeTiles  # noqa: E402
+from e2m1_k32.tiles import DecodeTile, MoeTiles, tile_table  # noqa: E402
 
 _spec = importlib.util.spec_from_file_location("e2m1_cases", ROOT / "tests/kernels/test_e2m1_moe.py")
 cases = importlib.util.module_from_spec(_spec)
@@ -86,6 +86,34 @@ def test_decode_kernel(name, tile, generator):
     error = relative_error(out, moe_reference(x, w, weights, ids))
     print(f"{name} {tile}: relative error {error:.3e}")
     assert error <= BOUNDS["w4a16"]
+
+
+# Rows of experts that end in every part of a block of 8 to 256 rows.
+ROWS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 160, 161, 192, 193, 250, 256, 257, 328, 0, 416)
+DISPATCHED = [
+    pytest.param(path, tiles, id=f"{path}-{place}-m{tiles.m}")
+    for path in ("w4a16", "fp8")
+    for place, (_, tiles) in enumerate(tile_table(path == "fp8", True, 10 * torch.cuda.get_device_capability()[0]))
+]
+
+
+@pytest.mark.parametrize(("path", "tiles"), DISPATCHED[::-1])
+def test_every_dispatched_tile(path, tiles, generator):
+    """Every entry of this device's tables, on the width of a real model and with every number of rows."""
+    experts = len(ROWS)
+    ids = torch.repeat_interleave(torch.arange(experts), torch.tensor(ROWS))
+    masked = torch.tensor([-1, experts + 2] * 8)[: 16 - len(ids) % 8]
+    ids = torch.cat((ids, masked))
+    ids = ids[torch.randperm(len(ids), generator=generator)].view(-1, 8).int().cuda()
+    w = random_experts(experts, 2560, 768, "cuda", generator)
+    x = torch.randn(len(ids), 2560, generator=generator).bfloat16().cuda()
+    weights = torch.rand(ids.shape, generator=generator).cuda()
+    out = torch.full_like(x, float("nan"))
+    fused_experts(x, w, weights, ids, fp8=path == "fp8", out=out, tiles=tiles)
+    error = relative_error(out, moe_reference(x, w, weights, ids, fp8=path == "fp8"))
+    print(f"{path} {tiles}: relative error {error:.3e}")
+    assert error <= BOUNDS[path]  # false for NaN
+    assert torch.equal(out, fused_experts(x, w, weights, ids, fp8=path == "fp8", tiles=tiles))
 
 
 @pytest.mark.parametrize("path", ["w4a16", "fp8"])

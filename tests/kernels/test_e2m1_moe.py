@@ -27,6 +27,7 @@ CASES = {
     "partial_blocks": {"tokens": 37, "experts": 2, "top_k": 1, "block": 32},
     "narrow_tail": {"tokens": 70, "experts": 2, "top_k": 1, "block": 64},
     "three_quarters": {"tokens": 210, "experts": 1, "top_k": 1, "block": 128},
+    "ahead": {"tokens": 406, "experts": 1, "top_k": 1, "block": 256, "ahead": True},
     "zero_scales": {"tokens": 5, "zero_scales": 0.3},
     "zero_activations": {"tokens": 5, "zero_x": True},
     "zero_tokens": {"tokens": 0},
@@ -89,7 +90,8 @@ def run_cases() -> dict:
     for number, (name, case) in enumerate(CASES.items()):
         x, w, weights, ids = make_case(case, torch.Generator().manual_seed(number))
         for fp8 in (False, True):
-            tiles = MoeTiles(case.get("block", 16), Tile(64, 128, 4, 2), Tile(64, 128, 4, 2))
+            tile = Tile(64, 128, 4, 2, ahead=case.get("ahead", False) and not fp8)
+            tiles = MoeTiles(case.get("block", 16), tile, tile)
             out = torch.full(x.shape, float("nan"), dtype=torch.bfloat16)
             fused_experts(x, w, weights, ids, fp8=fp8, out=out, tiles=tiles)
             ref = moe_reference(x, w, weights, ids, fp8=fp8, rounded=truncate_bf16)

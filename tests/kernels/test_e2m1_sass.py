@@ -45,7 +45,7 @@ def kernels() -> dict[str, tuple]:
 def compile_kernel(arch: int, fp8: bool, gated: bool, m: int, tile):
     import triton
     from e2m1_k32.decode import decode_gemm_kernel
-    from e2m1_k32.gemm import grouped_gemm_kernel
+    from e2m1_k32.gemm import grouped_gemm_ahead_kernel, grouped_gemm_kernel
     from e2m1_k32.tiles import DecodeTile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -57,7 +57,7 @@ def compile_kernel(arch: int, fp8: bool, gated: bool, m: int, tile):
     if isinstance(tile, DecodeTile):
         kernel, source = decode_gemm_kernel, GluonASTSource
     else:
-        kernel, source = grouped_gemm_kernel, ASTSource
+        kernel, source = grouped_gemm_ahead_kernel if tile.ahead else grouped_gemm_kernel, ASTSource
         const |= {"FP8": fp8, "PERMUTED": gated and not fp8, "BLOCK_K": tile.k, "USE_ASM": True}
         options |= {"num_stages": tile.stages} | ({"maxnreg": tile.regs} if tile.regs else {})
     types = {
@@ -132,6 +132,11 @@ def test_sm120_w4a16_uses_bf16_tensor_cores(compiled, label):
 
 def test_sm120_does_not_spill(compiled):
     assert not {name: r["local"] for name, r in select(compiled, "sm_120").items() if r["local"]}
+
+
+def test_sm90_ahead_kernel_does_not_spill(compiled):
+    """Reading ahead pays only in registers that are there."""
+    assert not {name: r["local"] for name, r in select(compiled, "sm_90", "ahead=True)").items() if r["local"]}
 
 
 @pytest.mark.parametrize("arch", [90, 120])

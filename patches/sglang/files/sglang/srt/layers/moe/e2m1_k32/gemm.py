@@ -131,11 +131,9 @@ def _unpack_e4m3(w, USE_ASM: tl.constexpr):
 
 
 @triton.jit
-def _w4a16_weights(w_ptrs, s_ptrs, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, USE_ASM: tl.constexpr):
+def _w4a16_weights(q, s8, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, USE_ASM: tl.constexpr):
     """One K step of weights, [BLOCK_N, BLOCK_K], in the order of the stored activations, value * 2^-9."""
     G: tl.constexpr = BLOCK_K // 128
-    q = tl.load(w_ptrs)
-    s8 = tl.load(s_ptrs)
     n0, n1, n2, n3, n4, n5, n6, n7 = _dequant_bf16(q, s8, 4 * G, BLOCK_N, USE_ASM)
     lo = tl.join(tl.join(n0, n4), tl.join(n1, n5))
     hi = tl.join(tl.join(n2, n6), tl.join(n3, n7))
@@ -160,7 +158,7 @@ def _w4a16_loop(
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for _ in range(0, K, BLOCK_K):
         a = tl.load(a_ptrs, mask=amask, other=0.0)
-        acc = _dot(_w4a16_weights(w_ptrs, s_ptrs, BLOCK_N, BLOCK_K, USE_ASM), a, acc, USE_ASM)
+        acc = _dot(_w4a16_weights(tl.load(w_ptrs), tl.load(s_ptrs), BLOCK_N, BLOCK_K, USE_ASM), a, acc, USE_ASM)
         w_ptrs += BLOCK_K // 8
         s_ptrs += BLOCK_K // 32
         a_ptrs += BLOCK_K
@@ -178,13 +176,45 @@ def _w4a16_pair_loop(
     for _ in range(0, K, BLOCK_K):
         a = tl.load(a_ptrs, mask=amask, other=0.0)
         b = tl.load(b_ptrs, mask=bmask, other=0.0)
-        x = _w4a16_weights(w_ptrs, s_ptrs, BLOCK_N, BLOCK_K, USE_ASM)
+        x = _w4a16_weights(tl.load(w_ptrs), tl.load(s_ptrs), BLOCK_N, BLOCK_K, USE_ASM)
         acc = _dot(x, a, acc, USE_ASM)
         bcc = _dot(x, b, bcc, USE_ASM)
         w_ptrs += BLOCK_K // 8
         s_ptrs += BLOCK_K // 32
         a_ptrs += BLOCK_K
         b_ptrs += BLOCK_K
+    return acc * 512.0, bcc * 512.0  # 2^9, exact
+
+
+@triton.jit
+def _w4a16_ahead_loop(
+    a_ptrs, amask, b_ptrs, bmask, w_ptrs, s_ptrs,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, EXTRA: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    USE_ASM: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_M rows (a) and EXTRA more (b; 0: none) with the weights unpacked once.
+
+    Scales are too narrow for asynchronous copies: a load at its use costs its whole latency in every step, unless
+    another block on the same SM fills the gap.  So they are read a step ahead, for registers that tiles with two
+    blocks per SM (capped registers) do not have.
+    """
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    bcc = tl.zeros((BLOCK_N, EXTRA if EXTRA else 16), dtype=tl.float32)
+    s8 = tl.load(s_ptrs)
+    for k in range(BLOCK_K, K + BLOCK_K, BLOCK_K):
+        q = tl.load(w_ptrs)
+        a = tl.load(a_ptrs, mask=amask, other=0.0)
+        s_ptrs += BLOCK_K // 32
+        ahead = tl.load(s_ptrs, mask=k < K, other=0)
+        x = _w4a16_weights(q, s8, BLOCK_N, BLOCK_K, USE_ASM)
+        acc = _dot(x, a, acc, USE_ASM)
+        if EXTRA > 0:
+            b = tl.load(b_ptrs, mask=bmask, other=0.0)
+            bcc = _dot(x, b, bcc, USE_ASM)
+            b_ptrs += BLOCK_K
+        w_ptrs += BLOCK_K // 8
+        a_ptrs += BLOCK_K
+        s8 = ahead
     return acc * 512.0, bcc * 512.0  # 2^9, exact
 
 
@@ -273,10 +303,13 @@ def _tile(
     a_ptr, a_scale_ptr, w_ptr, ws_ptr, wg_ptr, c_ptr, topk_w_ptr, sorted_ids_ptr,
     e, first, pid_n, num_valid, stride_am, stride_cm,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, FP8: tl.constexpr, GATED: tl.constexpr,
-    PERMUTED: tl.constexpr, PAIR: tl.constexpr,
+    PERMUTED: tl.constexpr, EXTRA: tl.constexpr, AHEAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, USE_ASM: tl.constexpr,
 ):  # fmt: skip
-    """One tile of BLOCK_N weight rows and BLOCK_M (PAIR: and BLOCK_M / 2 more) sorted routes of expert ``e``."""
+    """One tile of BLOCK_N weight rows and BLOCK_M + EXTRA sorted routes of expert ``e``.
+
+    EXTRA: 0, or with AHEAD a smaller power of two, else BLOCK_M / 2.
+    """
     offs_t, tmask, row_a = _rows_of(sorted_ids_ptr, first, num_valid, TOP_K, BLOCK_M)
     offs_n = _weight_rows(pid_n, N, GATED, PERMUTED, BLOCK_N)
     offs_k = tl.arange(0, 32 if FP8 else BLOCK_K)[:, None]
@@ -292,17 +325,24 @@ def _tile(
     else:
         w_ptrs = w_ptr.to(tl.pointer_type(tl.int32)) + offs_n[:, None] * (K // 8) + tl.arange(0, BLOCK_K // 8)[None, :]
         s_ptrs = ws_ptr + offs_n[:, None] * (K // 32) + tl.arange(0, BLOCK_K // 32)[None, :]
-        if PAIR:
-            offs_u, umask, row_b = _rows_of(sorted_ids_ptr, first + BLOCK_M, num_valid, TOP_K, BLOCK_M // 2)
+        if EXTRA > 0:
+            offs_u, umask, row_b = _rows_of(sorted_ids_ptr, first + BLOCK_M, num_valid, TOP_K, EXTRA)
             b_ptrs = a_ptr + offs_k + (row_b * stride_am)[None, :]
+        else:
+            umask, b_ptrs = tmask, a_ptrs
+        if AHEAD:
+            acc, bcc = _w4a16_ahead_loop(
+                a_ptrs, tmask[None, :], b_ptrs, umask[None, :], w_ptrs, s_ptrs,
+                K, BLOCK_M, EXTRA, BLOCK_N, BLOCK_K, USE_ASM,
+            )  # fmt: skip
+        elif EXTRA > 0:
             acc, bcc = _w4a16_pair_loop(
                 a_ptrs, tmask[None, :], b_ptrs, umask[None, :], w_ptrs, s_ptrs, K, BLOCK_M, BLOCK_N, BLOCK_K, USE_ASM
             )
-            _finish(
-                bcc, offs_u, umask, global_scale, c_ptr, topk_w_ptr, pid_n, stride_cm, GATED, BLOCK_M // 2, BLOCK_N
-            )  # fmt: skip
         else:
             acc = _w4a16_loop(a_ptrs, tmask[None, :], w_ptrs, s_ptrs, K, BLOCK_M, BLOCK_N, BLOCK_K, USE_ASM)
+        if EXTRA > 0:
+            _finish(bcc, offs_u, umask, global_scale, c_ptr, topk_w_ptr, pid_n, stride_cm, GATED, EXTRA, BLOCK_N)
     _finish(acc, offs_t, tmask, global_scale, c_ptr, topk_w_ptr, pid_n, stride_cm, GATED, BLOCK_M, BLOCK_N)
 
 
@@ -334,22 +374,72 @@ def grouped_gemm_kernel(
     if BLOCK_M <= 16:
         _tile(a_ptr, a_scale_ptr, w_ptr, ws_ptr, wg_ptr, c_ptr, topk_w_ptr, sorted_ids_ptr,
               e, first, pid_n, num_valid, stride_am, stride_cm,
-              N, K, TOP_K, FP8, GATED, PERMUTED, False, BLOCK_M, BLOCK_N, BLOCK_K, USE_ASM)  # fmt: skip
+              N, K, TOP_K, FP8, GATED, PERMUTED, 0, False, BLOCK_M, BLOCK_N, BLOCK_K, USE_ASM)  # fmt: skip
     else:
         # Routes fill a block from its start, so single ids tell which parts are empty.
         if tl.load(sorted_ids_ptr + first + M34) < num_valid:
             _tile(a_ptr, a_scale_ptr, w_ptr, ws_ptr, wg_ptr, c_ptr, topk_w_ptr, sorted_ids_ptr,
                   e, first, pid_n, num_valid, stride_am, stride_cm,
-                  N, K, TOP_K, FP8, GATED, PERMUTED, False, BLOCK_M, BLOCK_N, BLOCK_K, USE_ASM)  # fmt: skip
+                  N, K, TOP_K, FP8, GATED, PERMUTED, 0, False, BLOCK_M, BLOCK_N, BLOCK_K, USE_ASM)  # fmt: skip
         elif M34 > M2 and tl.load(sorted_ids_ptr + first + M2) < num_valid:
             _tile(a_ptr, a_scale_ptr, w_ptr, ws_ptr, wg_ptr, c_ptr, topk_w_ptr, sorted_ids_ptr,
                   e, first, pid_n, num_valid, stride_am, stride_cm,
-                  N, K, TOP_K, FP8, GATED, PERMUTED, M34 > M2, M2, BLOCK_N, BLOCK_K, USE_ASM)  # fmt: skip
+                  N, K, TOP_K, FP8, GATED, PERMUTED, M34 - M2, False, M2, BLOCK_N, BLOCK_K, USE_ASM)  # fmt: skip
         elif M4 < M2 and tl.load(sorted_ids_ptr + first + M4) >= num_valid:
             _tile(a_ptr, a_scale_ptr, w_ptr, ws_ptr, wg_ptr, c_ptr, topk_w_ptr, sorted_ids_ptr,
                   e, first, pid_n, num_valid, stride_am, stride_cm,
-                  N, K, TOP_K, FP8, GATED, PERMUTED, False, M4, BLOCK_N, BLOCK_K, USE_ASM)  # fmt: skip
+                  N, K, TOP_K, FP8, GATED, PERMUTED, 0, False, M4, BLOCK_N, BLOCK_K, USE_ASM)  # fmt: skip
         else:
             _tile(a_ptr, a_scale_ptr, w_ptr, ws_ptr, wg_ptr, c_ptr, topk_w_ptr, sorted_ids_ptr,
                   e, first, pid_n, num_valid, stride_am, stride_cm,
-                  N, K, TOP_K, FP8, GATED, PERMUTED, False, M2, BLOCK_N, BLOCK_K, USE_ASM)  # fmt: skip
+                  N, K, TOP_K, FP8, GATED, PERMUTED, 0, False, M2, BLOCK_N, BLOCK_K, USE_ASM)  # fmt: skip
+
+
+@triton.constexpr_function
+def _ahead_width(i, part):
+    """Width ``i`` that a block of 256 rows may be computed with (-1: their number), in rising order.
+
+    wgmma takes any multiple of 8 columns, Triton's tensors only powers of two: the widths between are two
+    accumulators (parts 0 and 1) over the same weights.  Part 2: the rows that the next smaller width still holds.
+    """
+    widths = ((64, 0), (64, 32), (128, 0), (128, 64), (256, 0))
+    if i < 0:
+        return len(widths)
+    return widths[i][part] if part < 2 else (sum(widths[i - 1]) if i else 0)
+
+
+@triton.jit(do_not_specialize=["num_valid"])
+def grouped_gemm_ahead_kernel(
+    a_ptr, a_scale_ptr, w_ptr, ws_ptr, wg_ptr, c_ptr, topk_w_ptr,
+    sorted_ids_ptr, expert_ids_ptr, num_post_pad_ptr,
+    num_valid, stride_am, stride_cm,
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, FP8: tl.constexpr, GATED: tl.constexpr,
+    PERMUTED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, USE_ASM: tl.constexpr,
+):  # fmt: skip
+    """``grouped_gemm_kernel`` for many rows per expert: W4A16, BLOCK_M = 256, one block per SM.
+
+    With nothing beside it on its SM a block has to hide its own latencies: scales are read a step ahead, and the
+    loads at its start do not wait for each other.  It computes the narrowest ``_ahead_width`` that holds its rows.
+    """
+    tl.static_assert(BLOCK_M == 256 and not FP8)
+    pid = tl.program_id(0)
+    num_n = N // BLOCK_N
+    pid_m = pid // num_n
+    pid_n = pid % num_n
+    first = pid_m * BLOCK_M
+    total = tl.load(num_post_pad_ptr)
+    e = tl.load(expert_ids_ptr + pid_m).to(tl.int64)
+    # Routes fill a block from its start, so every 16th id tells how many rows there are.
+    probe = tl.load(sorted_ids_ptr + first + tl.arange(0, 16) * 16)
+    rows = tl.sum((probe < num_valid).to(tl.int32), 0) * 16
+    if first >= total:
+        return
+    if e < 0:
+        return
+    for i in tl.static_range(_ahead_width(-1, 0)):
+        if (rows > _ahead_width(i, 2)) & (rows <= _ahead_width(i, 0) + _ahead_width(i, 1)):
+            _tile(a_ptr, a_scale_ptr, w_ptr, ws_ptr, wg_ptr, c_ptr, topk_w_ptr, sorted_ids_ptr,
+                  e, first, pid_n, num_valid, stride_am, stride_cm,
+                  N, K, TOP_K, False, GATED, PERMUTED, _ahead_width(i, 1), True, _ahead_width(i, 0),
+                  BLOCK_N, BLOCK_K, USE_ASM)  # fmt: skip

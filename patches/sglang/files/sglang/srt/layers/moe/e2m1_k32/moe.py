@@ -15,7 +15,7 @@ import os
 
 import torch
 
-from .gemm import grouped_gemm_kernel
+from .gemm import grouped_gemm_ahead_kernel, grouped_gemm_kernel
 from .layout import K_ALIGN, E2M1Experts
 from .quantize import quantize_rows
 from .routing import Routing, group_routes, sum_routes
@@ -67,7 +67,8 @@ def _gemm(
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     if tile.regs:
         options["maxnreg"] = tile.regs
-    grouped_gemm_kernel[(routing.num_blocks * (n // block_n),)](
+    kernel = grouped_gemm_ahead_kernel if tile.ahead else grouped_gemm_kernel
+    kernel[(routing.num_blocks * (n // block_n),)](
         a, a_scale if fp8 else global_scale, weight, scale.view(torch.uint8), global_scale, out, topk_weights,
         routing.sorted_ids, routing.expert_ids, routing.num_post_pad,
         num_routes, a.stride(0), out.stride(0),

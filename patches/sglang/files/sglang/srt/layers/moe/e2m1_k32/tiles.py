@@ -1,8 +1,8 @@
 """Tile shapes by path, load and architecture.
 
 The sm_90 tables come from ``benchmarks/e2m1_k32.py tune`` on one H200
-(benchmarks/results/e2m1-k32-tuning.json).  The sm_120 tables only respect its 99 KB of shared memory per
-block: nobody has timed them yet.
+(benchmarks/results/e2m1-k32-tuning.json), the tile with ``ahead`` from ``run``.  The sm_120 tables only
+respect its 99 KB of shared memory per block: nobody has timed them yet.
 """
 
 from dataclasses import asdict, dataclass
@@ -10,13 +10,17 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class Tile:
-    """Tile of one grouped GEMM: weight rows, K step, warps, pipeline stages, register cap (0: none)."""
+    """Tile of one grouped GEMM: weight rows, K step, warps, pipeline stages, register cap (0: none).
+
+    ``ahead``: the kernel for 256 routes per block that reads scales a step ahead (W4A16).
+    """
 
     n: int
     k: int
     warps: int
     stages: int
     regs: int = 0
+    ahead: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,8 @@ W4A16_TILES = {
         (40, MoeTiles(32, Tile(128, 128, 4, 3), Tile(128, 128, 4, 3, 128))),
         (75, MoeTiles(64, Tile(128, 128, 4, 3), Tile(128, 128, 4, 3, 168))),
         (170, MoeTiles(128, Tile(128, 128, 8, 3, 128), Tile(256, 128, 8, 4))),
-        (256, MoeTiles(256, Tile(128, 128, 8, 3), Tile(128, 128, 8, 3))),
-        (float("inf"), MoeTiles(128, Tile(128, 128, 8, 3, 128), Tile(256, 128, 8, 4))),
+        # From here on most rows of an expert fill blocks of 256, and a weight is unpacked once for all of them.
+        (float("inf"), MoeTiles(256, Tile(128, 128, 8, 3, ahead=True), Tile(128, 128, 8, 3, ahead=True))),
     ),
     120: (
         (16, MoeTiles(16, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3))),
