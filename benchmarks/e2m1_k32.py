@@ -9,7 +9,10 @@ every round, the order is reversed every other round, and each round takes the n
 that small batches find their experts in device memory and not in the L2 cache.  Reported: medians.
 
 ``run`` also times the tile table's entries beside the dispatched one ("neighbours"), ``compile`` only fills
-Triton's cache.
+Triton's cache.  ``prebuild`` compiles humming's kernels for an H200, without a GPU but with nvcc, into
+``--humming-cache``; ``run`` with the same option takes them from there:
+
+    python benchmarks/e2m1_k32.py prebuild --humming-cache humming-h200
 
 Rows: {"shape", "tokens", "w4a16_ms", "triton_ms", "fp8_ms", "humming_ms", "bf16_ms"} and the share of the
 measured copy bandwidth; ``w4a16_ms`` is the W4A16 path that the image dispatches.
@@ -17,6 +20,7 @@ measured copy bandwidth; ``w4a16_ms`` is the W4A16 path that the image dispatche
 
 import argparse
 import functools
+import hashlib
 import json
 import multiprocessing
 import shlex
@@ -26,7 +30,10 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
+from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import triton
@@ -149,24 +156,95 @@ class Bf16:
         return out
 
 
+def humming_layer(experts: int, n: int, k: int, fp8: bool):
+    """humming's description of one projection [experts, n, k] of this format."""
+    from humming import dtypes
+    from humming.config import LayerConfig
+
+    return LayerConfig(
+        shape_n=n, shape_k=k, num_experts=experts,
+        a_dtype=dtypes.float8e4m3 if fp8 else dtypes.bfloat16, b_dtype=dtypes.float4e2m1,
+        bs_dtype=dtypes.float8e4m3, c_dtype=dtypes.bfloat16, weight_scale_group_size=32, weight_scale_2_type="tensor",
+    )  # fmt: skip
+
+
+def humming_tuning(layer, routes: int) -> tuple[dict, dict]:
+    """(compute config, tuning config) of humming's own heuristics for this many rows."""
+    from humming.tune import get_heuristics_config
+
+    tuning = dict(get_heuristics_config(layer, routes, gemm_type="indexed"))
+    compute = {"gemm_type": "indexed"}
+    if "use_f16_accum" in tuning:
+        compute["use_f16_accum"] = tuning.pop("use_f16_accum")
+    return compute, tuning
+
+
+def use_humming_cache(directory: Path) -> None:
+    """humming takes kernels from ``directory`` and adds what is missing (nvcc).
+
+    Its own cache answers only to the same paths, file times and compiler version, so it cannot be filled on another
+    machine.  Here a kernel's name depends on humming's version, its source and the architecture.
+    """
+    from humming.jit.compiler import NVCCCompiler
+    from humming.jit.runtime import KernelRuntime
+
+    class Cached(NVCCCompiler):
+        @classmethod
+        def compile(cls, code, sm_version, kernel_expr, disable_fast_math=False, postprocess_cubin=None):
+            identity = (version("humming-kernels"), sm_version, kernel_expr, disable_fast_math, code)
+            path = directory / f"{hashlib.sha256(repr(identity).encode()).hexdigest()[:32]}.cubin"
+            if not path.exists():
+                built = super().compile(code, sm_version, kernel_expr, disable_fast_math, postprocess_cubin)
+                path.with_suffix(".partial").write_bytes(Path(built).read_bytes())
+                path.with_suffix(".partial").replace(path)
+            return path.as_posix()
+
+    directory.mkdir(parents=True, exist_ok=True)
+    KernelRuntime._get_compiler = staticmethod(lambda: Cached)
+
+
+def prebuild(args: argparse.Namespace) -> int:
+    """Compile every kernel of humming that ``run`` asks for on an H200; returns their number.  No GPU is needed."""
+    from humming.jit.runtime import KernelRuntime
+    from humming.kernel.humming import HummingKernel
+    from humming.kernel.repack_weight import RepackWeightKernel
+
+    h200 = SimpleNamespace(
+        major=9, minor=0, multi_processor_count=132, shared_memory_per_block=49152,
+        shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472, clock_rate=1980000,
+    )  # fmt: skip
+    cuda = {
+        "get_device_properties": h200, "get_device_capability": (9, 0), "get_device_name": "NVIDIA H200",
+        "current_device": 0, "set_device": None,
+    }  # fmt: skip
+    patches = [mock.patch.object(torch.cuda, name, return_value=value) for name, value in cuda.items()]
+    patches += [mock.patch.object(KernelRuntime, "current_context", staticmethod(lambda: 0))]
+    patches += [mock.patch.object(c, "load_cubin", lambda self: None) for c in (KernelRuntime, HummingKernel)]
+    for patch in patches:
+        patch.start()
+    for fp8 in (False, True):
+        RepackWeightKernel(weight_bits=4, activation_bits=8 if fp8 else 16, is_weight_packed=True, use_wgmma=True)
+        for shape in (SHAPES[name] for name in args.shapes):
+            for n, k in ((2 * shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate)):
+                layer = humming_layer(shape.experts, n, k, fp8)
+                for tokens in args.tokens or shape.tokens:
+                    compute, tuning = humming_tuning(layer, tokens * shape.top_k)
+                    tuning.pop("num_sms", None)
+                    HummingKernel(**json.loads(layer.to_str()), **compute, **tuning)
+    return len(list(args.humming_cache.glob("*.cubin")))
+
+
 class Humming:
     """humming-kernels: indexed grouped GEMMs with its own repacked weights and its own tile heuristics."""
 
     def __init__(self, experts: E2M1Experts, fp8: bool = False):
-        from humming import dtypes
-        from humming.config import LayerConfig
         from humming.transform import transform_humming_tensors
 
         self.num_experts = experts.num_experts
         self.locks = torch.zeros(1024, dtype=torch.int32, device=experts.w13.device)
 
         def prepare(w, s, g):
-            config = LayerConfig(
-                shape_n=w.shape[1], shape_k=w.shape[2] * 2, num_experts=w.shape[0],
-                a_dtype=dtypes.float8e4m3 if fp8 else dtypes.bfloat16, b_dtype=dtypes.float4e2m1,
-                bs_dtype=dtypes.float8e4m3, c_dtype=dtypes.bfloat16,
-                weight_scale_group_size=32, weight_scale_2_type="tensor",
-            )  # fmt: skip
+            config = humming_layer(w.shape[0], w.shape[1], w.shape[2] * 2, fp8)
             tensors = {
                 "weight": w.view(torch.int32),
                 "weight_scale": s.view(torch.float8_e4m3fn),
@@ -185,21 +263,14 @@ class Humming:
         self.repacked_bytes = sum(t.nbytes for _, d in (self.up, self.down) for t in d.values())
 
     @functools.cache  # noqa: B019 (a handful of instances, each for the whole run)
-    def config(self, layer: str, routes: int) -> dict:
-        """humming's own heuristics for this many rows."""
-        from humming.tune import get_heuristics_config
-
-        return dict(get_heuristics_config(getattr(self, layer)[0], routes, gemm_type="indexed"))
+    def config(self, layer: str, routes: int) -> tuple[dict, dict]:
+        return humming_tuning(getattr(self, layer)[0], routes)
 
     def gemm(self, layer: str, a, r, routes: int, top_k: int):
         from humming.forward import humming_forward
 
         config, tensors = getattr(self, layer)
-        tuning = self.config(layer, routes)
-        compute = {"gemm_type": "indexed"}
-        if "use_f16_accum" in tuning:
-            tuning = dict(tuning)
-            compute["use_f16_accum"] = tuning.pop("use_f16_accum")
+        compute, tuning = self.config(layer, routes)
         return humming_forward(  # quantises the activations per row itself if the layer says FP8
             config, inputs=a, sorted_ids=r.sorted_ids, expert_ids=r.expert_ids, num_tokens_padded=r.num_post_pad,
             locks=self.locks, top_k=top_k, compute_config=compute, tuning_config=tuning, **tensors,
@@ -209,7 +280,7 @@ class Humming:
         from humming.ops import moe_fused_mul_sum
 
         routes, top_k = topk_ids.numel(), topk_ids.shape[1]
-        up_m, down_m = (self.config(layer, routes)["block_shape"][0] for layer in ("up", "down"))
+        up_m, down_m = (self.config(layer, routes)[1]["block_shape"][0] for layer in ("up", "down"))
         r, _ = group_routes(topk_ids, self.num_experts, up_m)
         h = silu_mul(self.gemm("up", x, r, routes, top_k))
         if down_m != up_m:
@@ -293,8 +364,6 @@ def environment(argv: list[str]) -> dict:
         subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0].split(", ")
     )
     try:
-        from importlib.metadata import version
-
         humming = version("humming-kernels")
     except Exception:
         humming = None
@@ -382,6 +451,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> dict:
             del graphs
         del experts, calls, active
         torch.cuda.empty_cache()
+        write(args.output, json.dumps(result, indent=1) + "\n")  # a later shape may fail
     return result
 
 
@@ -579,7 +649,7 @@ def write(path: Path, text: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("run", "tune", "compile"))
+    parser.add_argument("command", choices=("run", "tune", "compile", "prebuild"))
     parser.add_argument("--output", type=Path, default=Path("e2m1-k32.json"), help="JSON result file")
     parser.add_argument("--table", type=Path, help="also write a Markdown table")
     parser.add_argument("--plot", type=Path, help="also write a plot (needs matplotlib)")
@@ -589,7 +659,15 @@ def main() -> int:
     parser.add_argument("--paths", nargs="+", default=["w4a16", "fp8"], help="only these paths (tune)")
     parser.add_argument("--jobs", type=int, default=14, help="compiling processes (tune)")
     parser.add_argument("--no-humming", dest="humming", action="store_false")
+    parser.add_argument("--humming-cache", type=Path, help="humming's kernels, built ahead by prebuild")
     args = parser.parse_args()
+    if args.humming_cache:
+        use_humming_cache(args.humming_cache)
+    if args.command == "prebuild":
+        if not args.humming_cache:
+            parser.error("prebuild needs --humming-cache, the folder to fill.")
+        print(prebuild(args), "kernels in", args.humming_cache.name)
+        return 0
     if not torch.cuda.is_available():
         print("No CUDA device is visible: run this on the GPU host.", file=sys.stderr)
         return 2
