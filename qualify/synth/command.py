@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from qualify.errors import CannotRun, Rejected
-from qualify.models import assumed, k2_horizon
+from qualify.models import PUBLISHED, assumed, k2_horizon
 from qualify.synth import conditioning, layout, tokenizer, writer
 
 #: Shards written at a time from a GPU. The values come faster than one file takes them; each needs about 64 MB of
@@ -46,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
         raise Rejected("--full contradicts --tiny and --layers; say one of them")
     if not (args.full or args.tiny or args.layers is not None):
         raise Rejected("say --full, --tiny, --layers N (true width), or --tiny with --layers N")
+    if args.config is not None:
+        require_published(args.config)
     started = time.monotonic()
     source = args.assumed or args.config
     manifest = synthesise(source, args.out, tiny=args.tiny, layers=args.layers, seed=args.seed, device=args.device)
@@ -54,6 +56,19 @@ def run(args: argparse.Namespace) -> int:
         f"{time.monotonic() - started:.1f} s"
     )
     return 0
+
+
+def require_published(path: Path) -> None:
+    """Raise ``Rejected`` unless the file is, byte for byte, one of the published configs that are known here.
+
+    Any other config would make a checkpoint in a layout that nobody has published.
+    """
+    known = {hashlib.sha256(file.read_bytes()).hexdigest(): file.name for file in PUBLISHED.glob("*.config.json")}
+    if _published(path)[1]["source_config_sha256"] not in known:
+        raise Rejected(
+            f"--config {path} is none of the published configs, byte for byte: give one of qualify/models/published/ "
+            f"({', '.join(sorted(known.values()))})"
+        )
 
 
 def synthesise(

@@ -82,7 +82,12 @@ def write_checkpoint(
 
 
 def refuse_existing(out: Path) -> None:
-    """Raise ``Rejected`` when ``out`` is a file or a directory with anything in it."""
+    """Raise ``Rejected`` when ``out`` is a file or a directory with anything in it, or no path at all."""
+    try:
+        out.stat()
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise Rejected(f"--out {out}: {error.strerror}") from None
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise Rejected(f"--out {out} is not a directory; name one that does not exist yet")
     if out.is_dir() and any(out.iterdir()):
