@@ -160,7 +160,4 @@ def _gpu(args: argparse.Namespace) -> list[dict[str, Any]]:
         raise Rejected(f"--tier gpu needs --{missing[0].replace('_', '-')}")
     from qualify.suite import sitting
 
-    found = sitting.sit(
-        args.artifact, args.model_dir.absolute(), args.target, args.tp, args.ep, args.out.absolute(), args.only, os.environ
-    )
-    return list(found.values())
+    return list(sitting.sit(args, os.environ).values())

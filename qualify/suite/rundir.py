@@ -1,10 +1,10 @@
 """The run directory: what is qualified, a file a stage, and the logs. Files are written whole or not at all.
 
-    run.json            written once; every later sitting must be of the same image, checkpoint, topology and flags
-    manifest.json       the checkpoint's files, with size and SHA-256
-    stages/NAME.json    result, tests, numbers, GPU and time of one stage
-    logs/NAME.log       its output; logs/server.log that of the server (machine paths may stand in logs)
-    work/               scratch: digests already computed, the server's status, load reports
+run.json            written once; every later sitting must be of the same image, checkpoint, topology and flags
+manifest.json       the checkpoint's files, with size and SHA-256
+stages/NAME.json    result, tests, numbers, GPU and time of one stage
+logs/NAME.log       its output; logs/server.log that of the server (machine paths may stand in logs)
+work/               scratch: digests already computed, the server's status, load reports
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Server:
                 [*COMMAND, *self.arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                 # A session of its own: Ctrl-C reaches the sitting alone, which stops it in order.
                 start_new_session=True, preexec_fn=processes.end_with_parent,
-                env={**self.environment, "HORIZON_STATUS": str(run.status), load_report.VARIABLE: str(run.load_reports)},
+                env=self.environment | {"HORIZON_STATUS": str(run.status), load_report.VARIABLE: str(run.load_reports)},
             )  # fmt: skip
         write_json(run.server, {"pid": self.process.pid, "began": time.time(), "gpu_bytes_before": before})
 

@@ -6,6 +6,7 @@ stage that does not pass leaves the later ones of the group not-run, but for cle
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -37,28 +38,28 @@ POLL = 0.2
 GRACE = 20
 
 
-def sit(
-    artifact: str, model: Path, target: str, tp: int, ep: int, out: Path, only: list[str], environment: Mapping[str, str]
-) -> dict[str, dict[str, Any]]:
-    """Run what must be run and return {stage: its file}, of the wanted stages.
+def sit(args: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Run what must be run and return {stage: its file}, of the wanted stages; ``args`` are those of the command.
 
     Raises Rejected or CannotRun before the first stage; afterwards every outcome is in a stage file.
     """
+    model, out, artifact, only = args.model_dir.absolute(), args.out.absolute(), args.artifact, args.only
     wanted = [name for name in ORDER if not only or name in only]
-    arch = targets.get(target).arch
+    arch = targets.get(args.target).arch
     settings = recipe.load(artifact)
     if not (model / CONFIG).is_file():
         raise Rejected(f"--model-dir {model}: there is no {CONFIG}; give the folder of a checkpoint")
     image = facts.image(artifact, facts.HOME, facts.MOUNTINFO.read_text())
-    arguments = ["--model-path", str(model), "--tp-size", str(tp), "--ep-size", str(ep), "--host", "127.0.0.1"]
+    arguments = ["--model-path", str(model), "--tp-size", str(args.tp), "--ep-size", str(args.ep)]
+    arguments += ["--host", "127.0.0.1"]
     planned = plan.build(settings, environment, arguments, arch)
-    gpu = targets.check(target, machine.query(), tp)
+    gpu = targets.check(args.target, machine.query(), args.tp)
     run = RunDirectory(out)
     run.create()
     journal = Journal(run.journal)
     result = inspection.inspect(model, headers_only=True, revision=planned.revision)
     files = facts.manifest(result, journal)
-    described = facts.run(target, planned, image, facts.checkpoint(result, files, journal))
+    described = facts.run(args.target, planned, image, facts.checkpoint(result, files, journal))
     sha256 = run.begin(described)
     write_json(run.manifest, files)
     sitting = Sitting(
@@ -168,8 +169,8 @@ class Sitting:
         logs = [self.directory.log(name)] + ([self.directory.log("server")] if watched is not None else [])
         with logs[0].open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-B", "-P", "-m", "qualify.suite.stage", name], env=self._paths(), stdin=subprocess.DEVNULL,
-                stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                [sys.executable, "-B", "-P", "-m", "qualify.suite.stage", name], env=self._paths(),
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
                 preexec_fn=processes.end_with_parent,
             )  # fmt: skip
         try:

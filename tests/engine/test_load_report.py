@@ -24,7 +24,7 @@ def test_says_what_the_model_holds(tiny_mova, folder):
     [path] = folder.iterdir()
     assert path.name == "rank-0.json"
     report = json.loads(path.read_text())
-    live = {name: parameter for name, parameter in model.named_parameters()}
+    live = dict(model.named_parameters())
     assert {entry["name"]: (entry["dtype"], entry["shape"]) for entry in report["parameters"]} == {
         name: (str(parameter.dtype).removeprefix("torch."), list(parameter.shape)) for name, parameter in live.items()
     }

@@ -3,10 +3,9 @@ workers, and reports its load.
 
 FAKE_ENGINE (JSON) makes it misbehave: ``die`` (exit code) before serving, ``info`` (overrides of /server_info),
 ``print`` (text, with KEY for the API key), ``stubborn`` (ignores SIGTERM), ``workers`` (titles), ``slow`` (seconds),
-``report`` (overrides of the load report), ``drop`` (a parameter that the report lacks), ``nan`` and ``short`` (answers),
-``moody`` (answers that change), ``kill``: {"who": engine, launcher, scheduler or stage, "at": which /generate; 0 is
-while loading}, ``orphan`` (leaves a process of another session), ``scribble`` (writes into the checkpoint at its end),
-``leak`` (bytes of GPU memory that stay).
+``nan`` and ``short`` (answers), ``moody`` (answers that change), ``kill``: {"who": engine, launcher or scheduler, "at":
+which /generate, 0 is while loading}, ``orphan`` (leaves a process of another session), ``scribble`` (writes into the
+checkpoint at its end), ``leak`` (bytes of GPU memory that stay).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from launch import arguments
 ASK = json.loads(os.environ.get("FAKE_ENGINE", "{}"))
 #: safetensors' dtypes by torch's names
 DTYPES = {"F8_E4M3": "float8_e4m3fn", "BF16": "bfloat16", "F32": "float32"}
-LOCK, ASKED = threading.Lock(), [0]
+LOCK, ASKED, WORKERS = threading.Lock(), [0], []
 
 
 def report(folder: Path, model: Path) -> None:
@@ -39,24 +38,24 @@ def report(folder: Path, model: Path) -> None:
         with shard.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             for name, entry in json.loads(file.read(length)).items():
-                if name not in ("__metadata__", ASK.get("drop")):
+                if name != "__metadata__":
                     parameters.append({"name": name, "dtype": DTYPES[entry["dtype"]], "shape": entry["shape"],
                                        "scale": "scale" in name, "invalid": 0})  # fmt: skip
     count = len(parameters)
     told = {"schema": "horizon-images/load-report/v1", "format": "fake", "rank": 0, "ranks": 1,
             "tensors": {"expected": count, "consumed": count}, "parameters": parameters, "seconds": 0.1,
             "peak_gpu_bytes": 1 << 30}  # fmt: skip
-    (folder / "rank-0.json").write_text(json.dumps(told | ASK.get("report", {})))
+    (folder / "rank-0.json").write_text(json.dumps(told))
 
 
 def maybe_kill(asked: int) -> None:
     """Kill whom the test wants killed at this request."""
     if ASK.get("kill", {}).get("at") != asked:
         return
-    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-    who = {"engine": os.getpid(), "launcher": os.getppid(), "scheduler": children and int(children[0]),
-           "stage": int(os.environ.get("FAKE_STAGE") or 0)}  # fmt: skip
+    who = {"engine": os.getpid(), "launcher": os.getppid(), "scheduler": WORKERS and WORKERS[0]}
     os.kill(who[ASK["kill"]["who"]], signal.SIGKILL)
+    if ASK["kill"]["who"] == "scheduler":
+        time.sleep(600)  # nobody computes any more
 
 
 def answer(body: dict) -> dict:
@@ -94,6 +93,7 @@ def main() -> None:
         subprocess.Popen(["sleep", "600"], start_new_session=True)
     maybe_kill(0)
     children = [subprocess.Popen(["bash", "-c", f"exec -a {title} sleep 600"]) for title in titles]
+    WORKERS.extend(child.pid for child in children)
 
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self):

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +19,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 sys.path.insert(0, str(ROOT))
-from launch import machine  # noqa: E402
 from launch.machine import GIB, Gpu, Machine  # noqa: E402
 from qualify.errors import CannotRun, Rejected  # noqa: E402
 from qualify.suite import facts, processes, rundir, targets  # noqa: E402
@@ -99,8 +99,6 @@ class Suite:
 
 
 def free_port() -> str:
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])
@@ -122,6 +120,7 @@ def passed(tmp_path_factory):
     assert one.left() == []
 
 
+GPU = {"name": "NVIDIA H200", "capability": [9, 0], "count": 1, "driver": "580.1", "cuda": "13.0"}
 ALL_BUT_NUMERICS = {name: "not-run" if name == "numerics" else "passed" for name in STAGES}
 
 
@@ -156,7 +155,7 @@ def test_stage_files(passed):
     sha256 = hashlib.sha256((passed.out / "run.json").read_bytes()).hexdigest()
     for name, stage in passed.stages().items():
         assert (stage["schema"], stage["stage"], stage["run_sha256"]) == ("horizon-images/stage/v1", name, sha256)
-        assert stage["gpu"] == {"name": "NVIDIA H200", "capability": [9, 0], "count": 1, "driver": "580.1", "cuda": "13.0"}
+        assert stage["gpu"] == GPU
         assert time.strptime(stage["began"], "%Y-%m-%dT%H:%M:%SZ")
         assert str(passed.folder) not in json.dumps(stage)
         if stage["result"] == "passed":
@@ -181,7 +180,8 @@ def test_numbers(passed):
     assert len(stages["performance"]["numbers"]["decode-64"]["seconds"]) == 3
     cleanup = stages["cleanup"]["numbers"]
     assert (cleanup["exit_code"], cleanup["processes_left"], cleanup["gpu_bytes_over"]) == (0, 0, 0)
-    assert cleanup["manifest_sha256"] == json.loads((passed.out / "run.json").read_text())["checkpoint"]["manifest_sha256"]
+    run = json.loads((passed.out / "run.json").read_text())
+    assert cleanup["manifest_sha256"] == run["checkpoint"]["manifest_sha256"]
     assert stages["checkpoint"]["numbers"]["mount"] in ("read-only", "writable")
 
 
@@ -196,11 +196,18 @@ def test_progress_on_the_screen(passed):
 PERFORMANCE = 12
 
 
-@pytest.mark.parametrize("who", ["engine", "launcher", "scheduler"])
-@pytest.mark.parametrize(("stage", "at"), [("load", 0), ("requests", 3), ("performance", PERFORMANCE)])
+@pytest.mark.parametrize(
+    ("who", "stage", "at"),
+    [
+        ("engine", "load", 0),
+        ("launcher", "load", 0),
+        ("engine", "requests", 3),
+        ("launcher", "requests", 3),
+        ("scheduler", "requests", 3),
+        ("engine", "performance", PERFORMANCE),
+    ],
+)
 def test_killed(suite, who, stage, at):
-    if (who, stage) == ("scheduler", "load"):
-        pytest.skip("the stand-in has no scheduler yet")
     suite.run("--only", *SERVED, fake={"kill": {"who": who, "at": at}, "orphan": True})
     results, found = suite.results(), suite.stages()
     position = SERVED.index(stage)
@@ -270,16 +277,82 @@ def test_a_sitting_that_is_broken_off(suite, number):
 # --- what the stages find ---------------------------------------------------------------------------------------
 
 
+def one_stage(passed: Suite, folder: Path, name: str, change) -> dict:
+    """What the process of one stage says of a copy of a run directory, changed, with its server still ready."""
+    one = copy_of(passed, folder)
+    status = one.out / "work/status.json"
+    status.write_text(json.dumps(json.loads(status.read_text()) | {"state": "ready"}))
+    change(one)
+    done = subprocess.run(
+        [sys.executable, "-B", "-P", "-m", "qualify.suite.stage", name], cwd=folder, capture_output=True, text=True,
+        env=one.environment({}, HORIZON_RUN=str(one.out), HORIZON_MODEL_DIR=str(one.model), HORIZON_LAUNCH=json.dumps(
+            {"artifact": "mova-fp8", "arguments": ["--model-path", str(one.model)], "target": "sm90"})),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads((one.out / f"work/stage-{name}.json").read_text())
+
+
+def report(**changes):
+    """Change the load report."""
+
+    def change(one: Suite) -> None:
+        path = one.out / "work/load/rank-0.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def parameter(leaf: str, **changes):
+    """Change the first parameter of that leaf, or drop it."""
+
+    def change(one: Suite) -> None:
+        path = one.out / "work/load/rank-0.json"
+        told = json.loads(path.read_text())
+        place = next(i for i, entry in enumerate(told["parameters"]) if entry["name"].endswith(leaf))
+        told["parameters"][place : place + 1] = [told["parameters"][place] | changes] if changes else []
+        path.write_text(json.dumps(told))
+
+    return change
+
+
+EVERYTHING, LIVE, SCALES = (
+    "test_every_rank_loaded_everything", "test_live_parameters_are_what_is_stored", "test_scales_are_all_there"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "fails"),
+    [
+        (lambda one: None, set()),
+        (report(tensors={"expected": 60, "consumed": 59}), {EVERYTHING}),
+        (report(tensors={"expected": 0, "consumed": 0}), {EVERYTHING}),
+        (report(ranks=2), {EVERYTHING}),
+        (report(rank=1), {EVERYTHING}),
+        (report(parameters=[]), {LIVE, SCALES}),
+        (parameter(".weight", invalid=1), {EVERYTHING}),
+        (parameter("norm.weight"), {LIVE}),
+        (parameter("norm.weight", dtype="float32"), {LIVE}),
+        (parameter("mlp.gate.bias", dtype="float32"), set()),
+        (parameter("down_proj.weight_scale_inv"), {LIVE, SCALES}),
+        (parameter("down_proj.weight_scale_inv", scale=False), {SCALES}),
+        (lambda one: shutil.rmtree(one.out / "work/load"), {EVERYTHING, LIVE, SCALES}),
+    ],
+)
+def test_load_compares_the_report_with_the_checkpoint(passed, tmp_path, change, fails):
+    told = one_stage(passed, tmp_path, "load", change)
+    failed = {test.rpartition("::")[2] for test, outcome in told["tests"].items() if outcome != "passed"}
+    assert failed == fails
+    assert len(told["tests"]) == 4
+
+
+def test_a_load_report_of_another_schema(passed, tmp_path):
+    told = one_stage(passed, tmp_path, "load", report(schema="horizon-images/load-report/v0"))
+    assert "a load report of schema" in told["reason"]
+
+
 @pytest.mark.parametrize(
     ("fake", "stage", "says"),
     [
-        ({"report": {"tensors": {"expected": 60, "consumed": 59}}}, "load", "test_every_rank_loaded_everything"),
-        ({"report": {"parameters": []}}, "load", "test_live_parameters_are_what_is_stored"),
-        ({"report": {"ranks": 2}}, "load", "test_every_rank_loaded_everything"),
-        ({"report": {"rank": 1}}, "load", "test_every_rank_loaded_everything"),
-        ({"report": {"schema": "horizon-images/load-report/v0"}}, "load", "load report of schema"),
-        ({"drop": "model.norm.weight"}, "load", "test_live_parameters_are_what_is_stored"),
-        ({"drop": "model.layers.3.mlp.experts.0.down_proj.weight_scale_inv"}, "load", "test_scales_are_all_there"),
         ({"nan": True}, "requests", "not finite"),
         ({"short": 1}, "requests", "511 out"),
         ({"moody": True}, "requests", "cold repeat"),
@@ -294,52 +367,76 @@ def test_fails(suite, fake, stage, says):
     if "leak" in fake:  # the stage waits half a minute for it
         path = suite.checks / "gpu/test_cleanup.py"
         path.write_text(path.read_text().replace("STOP, BACK = 60, 30", "STOP, BACK = 60, 1"))
-    (suite.checks / "gpu/test_performance.py").unlink()
-    suite.run("--only", *SERVED, fake=fake)
+    suite.run("--only", stage, fake=fake)
     found = suite.stages()[stage]
     assert found["result"] == "failed"
-    assert says in found["reason"] + " ".join(found["tests"]["failed"]), found
+    assert says in found["reason"], found
+    assert {result for name, result in suite.results().items() if name != stage} == {"passed"}
 
 
 # --- unrun is never passed --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [stage for stage in STAGES if stage != "numerics"])
-def test_a_deleted_module_is_not_run(passed, tmp_path, name):
+def module(one: Suite, name: str) -> Path:
+    return one.checks / ("test_identity.py" if name == "identity" else f"gpu/test_{name}.py")
+
+
+@pytest.mark.parametrize(
+    ("names", "unrun"),
+    [
+        (["identity", "checkpoint", "requests", "performance"], []),
+        (["load"], ["requests", "performance", "cleanup"]),
+        (["cleanup"], []),
+    ],
+)
+def test_a_deleted_module_is_not_run(passed, tmp_path, names, unrun):
     """Also where the stage had passed before."""
     one = copy_of(passed, tmp_path)
-    (one.checks / ("test_identity.py" if name == "identity" else f"gpu/test_{name}.py")).unlink()
+    for name in [*names, *unrun]:  # those that need the deleted one would be kept otherwise
+        (one.out / f"stages/{name}.json").unlink()
+    for name in names:
+        shutil.copy(passed.out / f"stages/{name}.json", one.out / "stages")
+        module(one, name).unlink()
     one.run()
-    assert one.results()[name] == "not-run"
-    assert "no module" in one.stages()[name]["reason"]
-    assert one.left() == []
+    assert one.results() == ALL_BUT_NUMERICS | dict.fromkeys([*names, *unrun], "not-run")
+    assert {one.stages()[name]["reason"] for name in names} == {f"there is no module of the stage {n}" for n in names}
 
 
-@pytest.mark.parametrize("name", ["identity", "checkpoint", "load", "requests", "performance", "cleanup"])
-def test_a_skipped_test_is_not_run(suite, name):
-    path = suite.checks / ("test_identity.py" if name == "identity" else f"gpu/test_{name}.py")
-    path.write_text(path.read_text() + "\n\ndef test_more():\n    import pytest\n    pytest.skip('no')\n")
-    if name != "performance":
-        (suite.checks / "gpu/test_performance.py").unlink()
-    suite.run("--only", name)
-    assert suite.results()[name] == "not-run"
-    assert "test_more" in suite.stages()[name]["reason"]
+@pytest.mark.parametrize(
+    ("names", "unrun"),
+    [
+        (["identity", "checkpoint", "requests", "performance", "cleanup"], []),
+        (["load"], ["requests", "performance"]),
+    ],
+)
+def test_a_skipped_test_is_not_run(suite, names, unrun):
+    for name in names:
+        with module(suite, name).open("a") as file:
+            file.write("\n\ndef test_more():\n    import pytest\n    pytest.skip('no')\n")
+    suite.run()
+    assert suite.results() == ALL_BUT_NUMERICS | dict.fromkeys([*names, *unrun], "not-run")
+    assert all("test_more" in suite.stages()[name]["reason"] for name in names)
+    assert all(suite.stages()[name]["reason"] == "load did not pass" for name in unrun)
 
 
 def copy_of(passed: Suite, folder: Path) -> Suite:
     """The same suite and run directory, for a test that changes them; the checkpoint stays where it is."""
-    one = Suite(folder / "copy") if (folder / "copy").mkdir() is None else None
+    (folder / "copy").mkdir()
+    one = Suite(folder / "copy")
     one.model = passed.model
-    one.home = passed.home
     shutil.copytree(passed.out, one.out)
     return one
 
 
+def passed_files(one: Suite) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (one.out / "stages").iterdir() if path.stem != "numerics"}
+
+
 def test_what_passed_is_kept(passed, tmp_path):
     one = copy_of(passed, tmp_path)
-    before = {path.name: path.read_bytes() for path in (one.out / "stages").iterdir() if path.stem != "numerics"}
+    before = passed_files(one)
     done = one.run()
-    assert {path.name: path.read_bytes() for path in (one.out / "stages").iterdir() if path.stem != "numerics"} == before
+    assert passed_files(one) == before
     assert done.stdout.count("kept: passed in an earlier sitting") == len(STAGES) - 1
 
 
@@ -380,18 +477,13 @@ def test_a_run_directory_of_something_else(passed, tmp_path):
         assert done.returncode == 1
         assert done.stderr.count("\n") == 1, done.stderr
         assert f"holds a run of something else ({says}): give another --out" in done.stderr
+    shutil.copytree(one.model, tmp_path / "m")
+    one.model = tmp_path / "m"
+    (one.model / "README.md").write_text("another file")
+    assert "checkpoint.manifest_sha256" in one.run("--only", "identity").stderr
+    (one.model / "README.md").unlink()
     (one.home / "identity.json").write_text(json.dumps({"artifact": "mova-fp8", "series_sha256": "1" * 64}))
-    try:
-        assert "image.identity" in one.run("--only", "identity").stderr
-    finally:
-        shutil.copy(passed.home / "identity.json", one.home) if one.home != passed.home else (
-            one.home / "identity.json"
-        ).write_text(json.dumps({"artifact": "mova-fp8", "series_sha256": "0" * 64}))
-    other = Suite(tmp_path / "other") if (tmp_path / "other").mkdir() is None else None
-    other.out = one.out
-    with (other.model / "README.md").open("w") as file:
-        file.write("another file")
-    assert "checkpoint.manifest_sha256" in other.run("--only", "identity").stderr
+    assert "image.identity.series_sha256" in one.run("--only", "identity").stderr
     (one.out / "run.json").write_text("[")
     assert "is no run of this suite" in one.run("--only", "identity").stderr
 
@@ -450,7 +542,6 @@ def test_targets():
     for machine_, count in ((gpus("NVIDIA H200"), 2), (gpus("NVIDIA H200", "NVIDIA H200 NVL"), 2), (gpus("H100"), 1)):
         with pytest.raises(CannotRun):
             targets.check("h200", machine_, count)
-    assert machine  # the fake driver is another test's
     with pytest.raises(Rejected):
         targets.get("H200")
 
@@ -484,7 +575,10 @@ def test_differences():
 
 
 def test_descendants_and_kill():
-    code = "import subprocess, sys; p = subprocess.Popen(['sleep', '600'], start_new_session=True); print(p.pid, flush=True); p.wait()"
+    code = (
+        "import subprocess; p = subprocess.Popen(['sleep', '600'], start_new_session=True); "
+        "print(p.pid, flush=True); p.wait()"
+    )
     middle = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     last = int(middle.stdout.readline())
     assert set(processes.descendants(os.getpid())) >= {middle.pid, last}

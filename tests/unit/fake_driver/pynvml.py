@@ -12,26 +12,26 @@ class NVMLError(Exception):
     pass
 
 
-class NVMLError_NotFound(NVMLError):  # noqa: N801 - its name
+class NVMLError_NotFound(NVMLError):
     pass
 
 
-def nvmlInit():  # noqa: N802
+def nvmlInit():
     pass
 
 
 nvmlShutdown = nvmlInit
 
 
-def nvmlSystemGetDriverVersion():  # noqa: N802
+def nvmlSystemGetDriverVersion():
     return "580.1"
 
 
-def nvmlDeviceGetHandleByUUID(uuid):  # noqa: N802
+def nvmlDeviceGetHandleByUUID(uuid):
     return uuid
 
 
-def nvmlDeviceGetMemoryInfo(handle):  # noqa: N802
+def nvmlDeviceGetMemoryInfo(handle):
     try:
         holder = json.loads(Path(os.environ["FAKE_GPU"]).read_text())
     except (OSError, ValueError):

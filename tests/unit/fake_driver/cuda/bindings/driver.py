@@ -9,7 +9,7 @@ class CUresult(enum.Enum):
     CUDA_SUCCESS = 0
 
 
-class CUdevice_attribute(enum.Enum):  # noqa: N801 - its name
+class CUdevice_attribute(enum.Enum):
     CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 0
     CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 1
 
@@ -19,33 +19,33 @@ NAME = os.environ.get("FAKE_GPU_NAME", "NVIDIA H200")
 CAPABILITY = (12, 0) if "RTX" in NAME else (9, 0)
 
 
-def cuDriverGetVersion():  # noqa: N802
+def cuDriverGetVersion():
     return OK, 13000
 
 
-def cuInit(flags):  # noqa: N802
+def cuInit(flags):
     return (OK,)
 
 
-def cuDeviceGetCount():  # noqa: N802
+def cuDeviceGetCount():
     return OK, 1
 
 
-def cuDeviceGet(index):  # noqa: N802
+def cuDeviceGet(index):
     return OK, index
 
 
-def cuDeviceGetUuid(device):  # noqa: N802
+def cuDeviceGetUuid(device):
     return OK, SimpleNamespace(bytes=bytes(16))
 
 
-def cuDeviceGetName(size, device):  # noqa: N802
+def cuDeviceGetName(size, device):
     return OK, NAME.encode() + b"\0"
 
 
-def cuDeviceGetAttribute(which, device):  # noqa: N802
+def cuDeviceGetAttribute(which, device):
     return OK, CAPABILITY[which.value]
 
 
-def cuDeviceTotalMem(device):  # noqa: N802
+def cuDeviceTotalMem(device):
     return OK, 150 << 30
