@@ -36,6 +36,9 @@ LAUNCH, MODEL = "HORIZON_LAUNCH", "HORIZON_MODEL_DIR"
 POLL = 0.2
 #: seconds that a stage has to notice by itself that its server is gone
 GRACE = 20
+#: seconds that the launcher has to notice, after a stage that passed and after one that did not, that its engine is
+#: gone: it looks twice a second
+SETTLE = {True: 1, False: 5}
 
 
 def sit(args: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, dict[str, Any]]:
@@ -62,9 +65,10 @@ def sit(args: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, d
     described = facts.run(args.target, planned, image, facts.checkpoint(result, files, journal))
     sha256 = run.begin(described)
     write_json(run.manifest, files)
+    paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [environment.get("PYTHONPATH")])]
     sitting = Sitting(
         run, sha256, gpu, [artifact, *arguments],
-        {**environment, VARIABLE: str(out), MODEL: str(model), "TARGET": arch,
+        {**environment, VARIABLE: str(out), MODEL: str(model), "TARGET": arch, "PYTHONPATH": os.pathsep.join(paths),
          LAUNCH: json.dumps({"artifact": artifact, "arguments": arguments, "target": arch})},
     )  # fmt: skip
     sitting.run(wanted)
@@ -157,7 +161,9 @@ class Sitting:
         began = time.monotonic()
         code, trouble = self._process(name, began, watched)
         stage["seconds"] = round(time.monotonic() - began, 1)
-        stage |= self._outcome(name, code, trouble)
+        stage |= self._outcome(name, code)
+        if watched and (trouble := trouble or self._settled(SETTLE[stage["result"] == "passed"])):
+            stage |= {"result": "failed", "reason": self._placeless(trouble)}
         write_json(path, stage)
         self.screen.line(name, stage["result"], stage["seconds"], stage["reason"])
         return stage["result"]
@@ -169,7 +175,7 @@ class Sitting:
         logs = [self.directory.log(name)] + ([self.directory.log("server")] if watched is not None else [])
         with logs[0].open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-B", "-P", "-m", "qualify.suite.stage", name], env=self._paths(),
+                [sys.executable, "-B", "-P", "-m", "qualify.suite.stage", name], env=self.environment,
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
                 preexec_fn=processes.end_with_parent,
             )  # fmt: skip
@@ -187,14 +193,16 @@ class Sitting:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-        return process.returncode, trouble or (self.server.trouble() if watched else "")
+        return process.returncode, trouble
 
-    def _paths(self) -> dict[str, str]:
-        root = str(Path(__file__).resolve().parents[2])
-        paths = [root, *filter(None, [self.environment.get("PYTHONPATH")])]
-        return {**self.environment, "PYTHONPATH": os.pathsep.join(paths)}
+    def _settled(self, seconds: float) -> str:
+        """The trouble of a server that may be dying."""
+        deadline = time.monotonic() + seconds
+        while not (found := self.server.trouble()) and time.monotonic() < deadline:
+            time.sleep(POLL)
+        return found
 
-    def _outcome(self, name: str, code: int, trouble: str) -> dict[str, Any]:
+    def _outcome(self, name: str, code: int) -> dict[str, Any]:
         """Result, reason, tests and numbers of a process that has ended."""
         try:
             told = json.loads(self.directory.result(name).read_text())
@@ -205,12 +213,12 @@ class Sitting:
             kind: [test for test, outcome in told["tests"].items() if outcome == kind]
             for kind in ("passed", "failed", "skipped")
         }
-        result, reason = told["result"], told["reason"]
-        if trouble:
-            result, reason = "failed", trouble
-        for place, name in ((self.environment[MODEL], "MODEL_DIR"), (str(self.directory.path), "OUT")):
-            reason = reason.replace(place, name)
-        return {"result": result, "reason": reason, "tests": tests, "numbers": told["numbers"]}
+        reason = self._placeless(told["reason"])
+        return {"result": told["result"], "reason": reason, "tests": tests, "numbers": told["numbers"]}
+
+    def _placeless(self, text: str) -> str:
+        """A sentence without this machine's paths."""
+        return text.replace(self.environment[MODEL], "MODEL_DIR").replace(str(self.directory.path), "OUT")
 
 
 def _now() -> str:
