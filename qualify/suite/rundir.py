@@ -9,12 +9,13 @@ work/               scratch: digests already computed, the server's status, load
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from qualify.errors import CannotRun, Rejected
 
@@ -52,6 +53,16 @@ class RunDirectory:
             raise CannotRun(f"--out {self.path}: {error.strerror}") from None
         if not os.access(self.path, os.W_OK | os.X_OK):
             raise CannotRun(f"--out {self.path} is not writable for uid {os.getuid()}, gid {os.getgid()}")
+
+    def lock(self) -> IO[str]:
+        """Hold the directory while the returned file is open. Raises CannotRun where another sitting holds it."""
+        file = (self.work / "lock").open("w")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.close()
+            raise CannotRun(f"--out {self.path}: another sitting is at work there") from None
+        return file
 
     def stage(self, name: str) -> Path:
         return self.path / "stages" / f"{name}.json"

@@ -20,7 +20,6 @@ from typing import Any
 from launch import machine, plan, recipe
 from qualify import run as tiers
 from qualify.checkpoint import inspection
-from qualify.checkpoint.files import CONFIG
 from qualify.checkpoint.hashing import Journal
 from qualify.errors import Rejected
 from qualify.suite import facts, processes, targets
@@ -50,29 +49,33 @@ def sit(args: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, d
     wanted = [name for name in ORDER if not only or name in only]
     arch = targets.get(args.target).arch
     settings = recipe.load(artifact)
-    if not (model / CONFIG).is_file():
-        raise Rejected(f"--model-dir {model}: there is no {CONFIG}; give the folder of a checkpoint")
     image = facts.image(artifact, facts.HOME, facts.MOUNTINFO.read_text())
     arguments = ["--model-path", str(model), "--tp-size", str(args.tp), "--ep-size", str(args.ep)]
     arguments += ["--host", "127.0.0.1"]
     planned = plan.build(settings, environment, arguments, arch)
     gpu = targets.check(args.target, machine.query(), args.tp)
+    result = inspection.inspect(model, headers_only=True, revision=planned.revision)
+    root = result.checkpoint.root
+    if result.checkpoint.config is None:
+        raise Rejected(f"--model-dir {model}: {result.findings.problems[0].message}")
+    if root == out or root in out.parents:
+        raise Rejected(f"--out {out}: lies inside the checkpoint, which is never written to")
     run = RunDirectory(out)
     run.create()
-    journal = Journal(run.journal)
-    result = inspection.inspect(model, headers_only=True, revision=planned.revision)
-    files = facts.manifest(result, journal)
-    described = facts.run(args.target, planned, image, facts.checkpoint(result, files, journal))
-    sha256 = run.begin(described)
-    write_json(run.manifest, files)
-    paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [environment.get("PYTHONPATH")])]
-    sitting = Sitting(
-        run, sha256, gpu, [artifact, *arguments],
-        {**environment, VARIABLE: str(out), MODEL: str(model), "TARGET": arch, "PYTHONPATH": os.pathsep.join(paths),
-         LAUNCH: json.dumps({"artifact": artifact, "arguments": arguments, "target": arch})},
-    )  # fmt: skip
-    sitting.run(wanted)
-    return {name: run.read(name, sha256) or sitting.blank(name, "nobody has run it") for name in wanted}
+    with run.lock():
+        journal = Journal(run.journal)
+        files = facts.manifest(result, journal)
+        described = facts.run(args.target, planned, image, facts.checkpoint(result, files, journal))
+        sha256 = run.begin(described)
+        write_json(run.manifest, files)
+        paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [environment.get("PYTHONPATH")])]
+        sitting = Sitting(
+            run, sha256, gpu, [artifact, *arguments],
+            {**environment, VARIABLE: str(out), MODEL: str(root), "TARGET": arch, "PYTHONPATH": os.pathsep.join(paths),
+             LAUNCH: json.dumps({"artifact": artifact, "arguments": arguments, "target": arch})},
+        )  # fmt: skip
+        sitting.run(wanted)
+        return {name: run.read(name, sha256) or sitting.blank(name, "nobody has run it") for name in wanted}
 
 
 class Sitting:

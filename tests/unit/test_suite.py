@@ -494,7 +494,8 @@ def test_a_run_directory_of_something_else(passed, tmp_path):
         (["--target", "a100"], {}, 1, "target 'a100' is unknown: give h200 or sm120"),
         (["--artifact", "nothing"], {}, 1, "artifact 'nothing' is unknown"),
         (["--artifact", "k2-horizon-fp8"], {}, 1, "cannot be launched yet"),
-        (["--model-dir", "/nowhere"], {}, 1, "there is no config.json"),
+        (["--model-dir", "/nowhere"], {}, 2, "/nowhere"),
+        (["--model-dir", f"{ROOT}/docs"], {}, 1, "there is no config.json"),
         (["--tp", "2"], {}, 2, "2 GPUs are needed and 1 are visible"),
         (["--tp", "2", "--ep", "3"], {}, 1, "EP divides TP"),
         ([], {"TP": "2"}, 1, "contradicts"),
@@ -520,6 +521,22 @@ def test_outside_an_image_and_in_another_artifacts(suite):
     done = suite.run()
     assert (done.returncode, "works inside an image" in done.stderr) == (2, True)
     assert not suite.out.exists()
+
+
+def test_out_inside_the_checkpoint(suite):
+    suite.out = suite.model / "out"
+    done = suite.run()
+    assert (done.returncode, "lies inside the checkpoint" in done.stderr) == (1, True)
+    assert not suite.out.exists()
+
+
+def test_two_sittings_in_one_directory(suite):
+    run = rundir.RunDirectory(suite.out)
+    run.create()
+    with run.lock():
+        done = suite.run("--only", "identity")
+    assert (done.returncode, "another sitting is at work" in done.stderr) == (2, True)
+    assert suite.run("--only", "identity").returncode == 0
 
 
 def test_out_that_cannot_be_written(suite):

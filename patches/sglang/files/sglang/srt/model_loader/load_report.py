@@ -26,6 +26,10 @@ def write(ledger: Ledger, model: torch.nn.Module) -> Path:
     """
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     rank = torch.distributed.get_rank() if distributed else 0
+    # Before the count below, which takes time and memory of its own. From the model's construction on: reading,
+    # checking, copying, post-processing.
+    seconds = round(time.monotonic() - ledger.began, 3)
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
     parameters = [
         {
             "name": name,
@@ -44,9 +48,8 @@ def write(ledger: Ledger, model: torch.nn.Module) -> Path:
         # Of the tensors that the format promises this rank: how many came and were copied.
         "tensors": {"expected": ledger.expected, "consumed": ledger.consumed},
         "parameters": parameters,
-        # From the model's construction on: reading, checking, copying, post-processing.
-        "seconds": round(time.monotonic() - ledger.began, 3),
-        "peak_gpu_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
+        "seconds": seconds,
+        "peak_gpu_bytes": peak,
     }
     folder = Path(os.environ[VARIABLE])
     path, new = folder / f"rank-{rank}.json", folder / f".rank-{rank}.{os.getpid()}"
