@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import testinfra
 
+from qualify.suite.rundir import VARIABLE, RunDirectory
+
 HOME = Path("/opt/horizon")
 SITE = HOME / "venv/lib/python3.11/site-packages"
 
@@ -46,9 +48,9 @@ def manifest(identity):
 @pytest.fixture(scope="session")
 def substituted():
     """Places below /opt/horizon that the run says something else is mounted over; none outside the GPU tier."""
-    if "HORIZON_RUN" not in os.environ:
+    if VARIABLE not in os.environ:
         return ()
-    run = json.loads((Path(os.environ["HORIZON_RUN"]) / "run.json").read_text())
+    run = json.loads(RunDirectory(Path(os.environ[VARIABLE])).run.read_text())
     return tuple(str(HOME / place) for place in run["image"]["substituted_libraries"])
 
 

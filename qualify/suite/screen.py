@@ -17,7 +17,7 @@ class Screen:
     """One line that is rewritten on a terminal, a line now and then elsewhere, and one line a finished stage."""
 
     def __init__(self):
-        self.terminal, self.last = sys.stdout.isatty(), 0.0
+        self.terminal, self.last = sys.stdout.isatty(), time.monotonic()
 
     def progress(self, stage: str, seconds: float, logs: list[Path]) -> None:
         """What the most recently written log says."""

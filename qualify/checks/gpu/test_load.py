@@ -46,6 +46,20 @@ def reports(directory):
     return load_report.read(directory.load_reports)
 
 
+@pytest.fixture(scope="session")
+def stored(model) -> dict[str, list]:
+    """Module class -> its tensors in the files."""
+    found = defaultdict(list)
+    for header in inspection.inspect(model, headers_only=True).headers:
+        for tensor in header.tensors:
+            found[module_class(tensor.name.rpartition(".")[0])].append(tensor)
+    return dict(found)
+
+
+def elements(tensors: list) -> int:
+    return sum(math.prod(tensor.shape) for tensor in tensors)
+
+
 def test_every_rank_loaded_everything(reports, run, measure):
     """Read from inside the engine: tensors that were expected and came, and values of the live parameters."""
     told = load_report.summary(reports)
@@ -57,30 +71,25 @@ def test_every_rank_loaded_everything(reports, run, measure):
     assert (told["missing"], told["invalid"]) == (0, 0)
 
 
-def test_live_parameters_are_what_is_stored(reports, run, model):
+def test_live_parameters_are_what_is_stored(reports, stored):
     """Dtypes per module class, and how many elements of each: over several ranks replicas may add to them."""
-    stored: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-    for header in inspection.inspect(model, headers_only=True).headers:
-        for tensor in header.tensors:
-            klass = module_class(tensor.name.rpartition(".")[0])
-            stored[klass][DTYPES.get(tensor.dtype, tensor.dtype)] += math.prod(tensor.shape)
     live = load_report.summary(reports)["classes"]
     assert live.keys() == stored.keys()
-    for klass, kinds in stored.items():
-        surplus = live[klass].keys() - kinds.keys() - WIDENED.get(klass, set())
-        assert (klass, surplus, kinds.keys() - live[klass].keys()) == (klass, set(), set())
-        total, held = sum(kinds.values()), sum(kind["elements"] for kind in live[klass].values())
+    for klass, tensors in stored.items():
+        dtypes = {DTYPES.get(tensor.dtype, tensor.dtype) for tensor in tensors}
+        surplus = live[klass].keys() - dtypes - WIDENED.get(klass, set())
+        assert (klass, surplus, dtypes - live[klass].keys()) == (klass, set(), set())
+        total, held = elements(tensors), sum(kind["elements"] for kind in live[klass].values())
         assert held == total if len(reports) == 1 else held >= total, f"{klass}: {held} elements live, {total} stored"
 
 
-def test_scales_are_all_there(reports, model):
+def test_scales_are_all_there(reports, stored):
     """One live scale for each stored one (over several ranks: at least)."""
-    stored: dict[str, int] = defaultdict(int)
-    for header in inspection.inspect(model, headers_only=True).headers:
-        for tensor in header.tensors:
-            module, _, leaf = tensor.name.rpartition(".")
-            if leaf in SCALE_LEAVES:
-                stored[module_class(module)] += math.prod(tensor.shape)
+    scales = {
+        klass: elements([tensor for tensor in tensors if tensor.name.rpartition(".")[2] in SCALE_LEAVES])
+        for klass, tensors in stored.items()
+    }
+    scales = {klass: count for klass, count in scales.items() if count}
     live = load_report.summary(reports)["scales"]
-    assert live.keys() == stored.keys()
-    assert all(live[klass] == stored[klass] if len(reports) == 1 else live[klass] >= stored[klass] for klass in stored)
+    assert live.keys() == scales.keys()
+    assert all(live[klass] == scales[klass] if len(reports) == 1 else live[klass] >= scales[klass] for klass in scales)
