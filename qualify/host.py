@@ -68,7 +68,9 @@ def main() -> int:
     if done.returncode == DOCKER_RUN_FAILED:
         raise CannotRun("the container did not start (above)")
     if (out / "run.json").is_file():
-        print(f"{out}: the run directory; next: python3 -m qualify seal {out}")
+        seen = out / "image-inspect.json"
+        seen.write_text(docker.output("image", "inspect", image) + "\n")
+        print(f"next: python3 -m qualify seal --run {out} --image-inspect {seen} --out RECEIPT")
     return done.returncode
 
 

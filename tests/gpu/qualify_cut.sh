@@ -3,15 +3,16 @@
 #   qualify_cut.sh [FOLDER]
 # FOLDER (default /dev/shm) then holds 10 GB of synthetic checkpoint in cut6, and the run directory in out/run. With
 # FAULT=loading (the engine is killed while it loads), FAULT=engine or FAULT=launcher (killed once the load stage has
-# passed) the run directory is out/fault-$FAULT, and what the stages say of it is shown in the same way.
+# passed) the run directory is out/fault-$FAULT, and what the stages say of it is shown in the same way. MODEL_DIR names
+# another checkpoint, such as the cut on a read-only mount.
 set -euo pipefail
 cd "${HORIZON_HOME:-/opt/horizon}"
 folder=${1:-/dev/shm}
 config=qualify/models/published/K2-Horizon-MoVA-36B-A4B-FP8.config.json
 export ROUTER_PARTITIONS=2 UNCATALOGUED=1 DRAIN_SECONDS=60 START_SECONDS=400
 
-[ -e "$folder/cut6/config.json" ] ||
-  python3 -B -m qualify synth --config "$config" --out "$folder/cut6" --layers 6 --device cuda
+model=${MODEL_DIR:-$folder/cut6}
+[ -e "$model/config.json" ] || python3 -B -m qualify synth --config "$config" --out "$model" --layers 6 --device cuda
 
 out=$folder/out/${FAULT:+fault-}${FAULT:-run}
 mkdir -p "$folder/out"
@@ -32,7 +33,7 @@ if [ -n "${FAULT:-}" ]; then
   killer=$!
 fi
 # Exit code 1 is expected: numerics has no module yet, and a fault fails its stage.
-python3 -B -m qualify run --tier gpu --artifact mova-fp8 --model-dir "$folder/cut6" --target h200 --out "$out" \
+python3 -B -m qualify run --tier gpu --artifact mova-fp8 --model-dir "$model" --target h200 --out "$out" \
   "${stages[@]}" || [ $? = 1 ]
 [ -z "$killer" ] || kill "$killer" 2>/dev/null || true
 python3 - "$out" <<'PY'

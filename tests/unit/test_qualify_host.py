@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,7 +16,8 @@ IMAGE = "sha256:" + "a" * 64
 DOCKER = f"""
 case "$*" in
   "image inspect --format {{{{.Id}}}}"*) [ -z "${{NO_IMAGE:-}}" ] || exit 1; echo {IMAGE};;
-  "image inspect"*) echo {"b" * 64};;
+  "image inspect --format"*) echo {"b" * 64};;
+  "image inspect"*) echo '[{{"Id": "{IMAGE}"}}]';;
   "version"*) [ -z "${{NO_ENGINE:-}}" ] || exit 1; echo 27;;
   *"machine.query()"*) case "$*" in *"$WAY"*) ;; *) echo "could not select device driver" >&2; exit 125;; esac;;
   "run "*) [ -z "${{PASSES:-}}" ] || echo "{{}}" >"$PASSES/run.json"; exit "${{CODE:-0}}";;
@@ -73,8 +75,11 @@ def test_the_container(host):
         "python3 -m qualify run --tier gpu --artifact mova-fp8 --target h200 --tp 1 --ep 1 "
         "--model-dir /models --out /out"
     )
-    assert host.fakes.calls("docker")[-1].startswith("docker rm --force horizon-qualify-")
-    assert f"python3 -m qualify seal {host.out}" in done.stdout
+    assert host.fakes.calls("docker")[-2].startswith("docker rm --force horizon-qualify-")
+    seen = host.out / "image-inspect.json"
+    assert f"python3 -m qualify seal --run {host.out} --image-inspect {seen} --out RECEIPT" in done.stdout
+    assert host.fakes.calls("docker")[-1] == f"docker image inspect {IMAGE}"
+    assert json.loads(seen.read_text()) == [{"Id": IMAGE}]
     assert host.out.stat().st_mode & 0o070 == 0o070
 
 
