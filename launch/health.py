@@ -9,11 +9,11 @@ from __future__ import annotations
 import http.client
 import sys
 import urllib.error
-import urllib.request
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from launch import status
+from launch.direct import OPENER
 
 #: the engine itself gives up after 20 s
 SECONDS = 22
@@ -25,8 +25,7 @@ def main() -> int:
     state, detail = found["state"], found["detail"]
     if state == "ready":
         try:
-            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-            with opener.open(f"{found.get('url')}/health", timeout=SECONDS) as answer:
+            with OPENER.open(f"{found.get('url')}/health", timeout=SECONDS) as answer:
                 if answer.status == 200:
                     print(f"ready: {detail}")
                     return 0

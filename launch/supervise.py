@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from launch import effective, status
+from launch.direct import OPENER
 from launch.plan import Plan
 from qualify.errors import CannotRun, Rejected
 
@@ -35,8 +36,6 @@ HIDDEN = b"<api key>"
 #: a configuration of the engine is some 20 kB
 LARGEST_ANSWER = 1 << 24
 UNANSWERED = (OSError, ValueError, http.client.HTTPException)
-#: No proxy: its owner would read the key, and it does not know our loopback interface.
-OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 #: What the image's environment says, said again for an unpacked root: nothing is fetched.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 

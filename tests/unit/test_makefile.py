@@ -168,3 +168,15 @@ def test_variables_reach_the_build(make):
     make.fakes.add("python3", f'echo "$STRICT|$BASE_IMAGE|$DOCKER" >"{make.folder}/seen"')
     make("image", "ARTIFACT=alpha", "STRICT=1", "BASE_IMAGE=a@sha256:b", "DOCKER=/d")
     assert (make.folder / "seen").read_text() == "1|a@sha256:b|/d\n"
+
+
+def test_qualify_hands_everything_on(make):
+    assert make("qualify", "ARTIFACT=alpha", "MODEL_DIR=/m", "TARGET=h200", "TP=2", "OUT=/o").returncode == 0
+    assert make.fakes.calls("python3")[-1] == (
+        "python3 -m qualify.host --artifact alpha --model-dir /m --target h200 --tp 2 --ep 1 --out /o"
+    )
+    # What is missing is refused by the command, in one sentence.
+    make("qualify")
+    assert make.fakes.calls("python3")[-1] == (
+        "python3 -m qualify.host --artifact  --model-dir  --target  --tp 1 --ep 1"
+    )

@@ -17,6 +17,8 @@ exist, of what class, and who owns them, is the business of a :class:`Checkpoint
 from __future__ import annotations
 
 import functools
+import os
+import time
 from collections.abc import Iterable, Iterator
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -106,6 +108,8 @@ class Ledger:
         self.state = State.BUILT
         self._defects: dict[tuple[str, str], str] = {}
         self._held: dict[str, torch.dtype] = {}
+        # For load_report.
+        self.began, self.expected, self.consumed, self.scales = time.monotonic(), 0, 0, set()
 
     def check_files(self, folder: str, files: Iterable[str], safetensors: bool) -> None:
         """Compare index and shard headers of a checkpoint directory before its first tensor is read.
@@ -137,6 +141,10 @@ class Ledger:
         self._check_scope(model)
         if self._defects:
             self._fail()
+        if os.environ.get("HORIZON_LOAD_REPORT"):
+            from sglang.srt.model_loader import load_report
+
+            load_report.write(self, model)
         self.state = State.READY
         del model.forward  # the instance's refusal; the class has the real one
 
@@ -180,6 +188,8 @@ class Ledger:
                 self._note("missing", name, f"{entry.tensor_class.stored[0]} {entry.shape} is in no shard")
         self._held = {entry.parameter: entry.tensor_class.held for entry in expected.values()}
         self._held.pop(None, None)
+        self.scales = {entry.parameter for entry in expected.values() if entry.tensor_class.positive}
+        self.expected, self.consumed = sum(e.parameter is not None for e in expected.values()), len(consumed)
         self._check_parameters(model, self._held)
         self._check_values(model, expected, consumed)
         self._check_scope(model)
