@@ -1,4 +1,4 @@
-"""Which image: configuration digest, layer diff IDs and, once pushed, manifest digest, from ``docker image inspect``."""
+"""Which image: configuration digest, layer diff IDs and, once pushed, manifest digest, as ``docker`` tells them."""
 
 from __future__ import annotations
 

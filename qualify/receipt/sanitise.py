@@ -6,16 +6,17 @@ this host and of its users are looked up here; a run on another host needs them 
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import getpass
 import ipaddress
+import itertools
 import os
 import re
 import socket
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from qualify.errors import Rejected
 from qualify.receipt import PREDICATE, STATEMENT
 
 #: folders of the container that sentences may name
@@ -60,17 +61,15 @@ def names_here() -> set[str]:
     """Names of this host and of the user who seals."""
     host = {socket.gethostname(), os.environ.get("HOSTNAME", "")}
     users = {os.environ.get(key, "") for key in ("SUDO_USER", "LOGNAME", "USER")}
-    try:
+    with contextlib.suppress(KeyError, OSError):  # a uid without an entry
         users.add(getpass.getuser())
-    except (KeyError, OSError):  # a uid without an entry
-        pass
     return host | {name.partition(".")[0] for name in host} | users
 
 
-def check(document: Any, private: Iterable[str] = ()) -> None:
-    """Refuse a document with anything private in it.
+def find(document: Any, private: Iterable[str] = ()) -> str | None:
+    """The first field with anything private in it and what that is, never its content; None: nothing found.
 
-    ``private``: host and user names, beside the patterns. Raises ``Rejected`` with the field, not with its content.
+    ``private``: host and user names to look for beside the patterns.
     """
     words = {word.lower() for word in private if len(word) > 1} - COMMON
     for where, text, is_key in _strings(document, ""):
@@ -78,8 +77,8 @@ def check(document: Any, private: Iterable[str] = ()) -> None:
             fnmatch.fnmatchcase(where, pattern) and form.match(text) for pattern, form in _FIXED.items()
         )
         if not exempt and (found := defect(text, words)):
-            field = where[:120] if not is_key else f"a key of {where or 'the receipt'}"
-            raise Rejected(f"{field} holds {found}: nothing was sealed; remove it from the run and seal again")
+            return f"{f'a key of {where}' if is_key else where[:200]} holds {found}"
+    return None
 
 
 def _strings(value: Any, where: str) -> Iterator[tuple[str, str, bool]]:
@@ -87,7 +86,7 @@ def _strings(value: Any, where: str) -> Iterator[tuple[str, str, bool]]:
         yield where, value, False
     elif isinstance(value, dict):
         for key, item in value.items():
-            yield where, key, True
+            yield where or "the document", key, True
             yield from _strings(item, f"{where}.{key}" if where else key)
     elif isinstance(value, list):
         for n, item in enumerate(value):
@@ -151,4 +150,4 @@ def _random(text: str) -> bool:
 def _changes(run: str) -> float:
     """The fraction of neighbours of different kinds: lower case, upper case, digit, other."""
     kinds = [0 if char.islower() else 1 if char.isupper() else 2 if char.isdigit() else 3 for char in run]
-    return sum(a != b for a, b in zip(kinds, kinds[1:], strict=False)) / (len(run) - 1)
+    return sum(a != b for a, b in itertools.pairwise(kinds)) / (len(run) - 1)

@@ -42,13 +42,14 @@ def run(args: argparse.Namespace) -> int:
     policy = policies.load(args.policy)
     which = _image(args)
     statement = build.statement(rundir.load(args.run), which, policy)
-    sanitise.check(statement, [*sanitise.names_here(), *args.private])
+    if found := sanitise.find(statement, [*sanitise.names_here(), *args.private]):
+        raise Rejected(f"{found}: nothing was sealed; remove it from the run and seal again")
     verify.check(statement, policy)  # what is written is what verify-receipt accepts
     facts = verify.describe(statement)
     if args.release and facts["result"] != "PASSED":
         raise Rejected(f"not sealed for a release: {'; '.join(facts['release_blockers'])}")
     content = canonical.render(statement)
-    _not_over_another(args.out, statement)
+    _not_over_another(args.out, statement, signed=args.sign is not None)
     if args.sign is not None:
         content = canonical.render(signing.sign(content, args.sign))
     canonical.write(args.out, content)
@@ -73,15 +74,17 @@ def _image(args: argparse.Namespace) -> image.Image:
     return image.pushed(which, args.pushed) if args.pushed else which
 
 
-def _not_over_another(path: Path, statement: dict[str, Any]) -> None:
+def _not_over_another(path: Path, statement: dict[str, Any], signed: bool) -> None:
     """A sealed receipt stays: only the same one, or the same one before its image was pushed, is replaced."""
     if not os.path.lexists(path):
         return
-    sealed, _ = verify.load(path)
+    sealed, envelope = verify.load(path)
+    if envelope is not None and not signed:
+        raise Rejected(f"{path.name} is signed: replace it with --sign, or name another file with --out")
     if not isinstance(sealed, dict) or _core(sealed) != _core(statement):
         raise Rejected(f"{path.name} is there already and is of another run or image: name another file with --out")
     if any(item not in statement["subject"] for item in sealed["subject"]):
-        raise Rejected(f"{path.name} already names another pushed manifest: name another file with --out")
+        raise Rejected(f"{path.name} names a pushed manifest that this receipt lacks: name another file with --out")
 
 
 def _core(statement: dict[str, Any]) -> Any:

@@ -82,7 +82,8 @@ def check(statement: Any, policy: Policy) -> None:
     extension = predicate[EXTENSION]
     if canonical.content_sha256(statement) != extension["content_sha256"]:
         raise Rejected("the receipt was changed after it was sealed: content_sha256 is that of other content")
-    sanitise.check(statement)
+    if found := sanitise.find(statement):
+        raise Rejected(f"the receipt is not public: {found}")
     _names("subject", statement["subject"], build.SUBJECTS, optional="image-manifest")
     _names("configuration", predicate["configuration"], build.CONFIGURATION)
     section = policy.section(extension["artifact"], extension["target"])
