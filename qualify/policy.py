@@ -7,6 +7,8 @@ then says that it does not count for a release.
 from __future__ import annotations
 
 import hashlib
+import math
+import operator
 import re
 import tomllib
 from dataclasses import dataclass
@@ -36,26 +38,25 @@ class Threshold:
     number: str
     #: "max", "min" or "equals"; empty where nobody has measured one
     bound: str
-    #: int, float or bool; None where there is no bound
+    #: int or float, for "equals" also bool or str; None where there is no bound
     value: Any
     #: where the bound comes from, or why there is none
     source: str
     unit: str = ""
-    scopes: tuple[str, ...] = SCOPES
 
     def judge(self, numbers: dict[str, Any]) -> str:
         """``met``, ``missed``, ``absent`` (the stage does not have the number) or ``unmeasured``."""
         found: Any = numbers
         for part in self.number.split("."):
             found = found.get(part) if isinstance(found, dict) else None
-        if not isinstance(found, (bool, int, float)):
+        if not isinstance(found, (bool, int, float, str)):
             return "absent"
         if not self.bound:
             return "unmeasured"
-        if isinstance(found, bool) != isinstance(self.value, bool):
+        if _kind(found) != _kind(self.value):
             return "missed"
-        met = {"max": found <= self.value, "min": found >= self.value, "equals": found == self.value}
-        return "met" if met[self.bound] else "missed"
+        keeps = {"max": operator.le, "min": operator.ge, "equals": operator.eq}[self.bound]
+        return "met" if keeps(found, self.value) else "missed"
 
     def as_dict(self) -> dict[str, Any]:
         """As a receipt quotes it."""
@@ -65,7 +66,6 @@ class Threshold:
             "number": self.number,
             **({self.bound: self.value, "source": self.source} if self.bound else {"unmeasured": self.source}),
             "unit": self.unit,
-            "scopes": list(self.scopes),
         }
 
 
@@ -88,9 +88,9 @@ class Section:
                 return threshold
         raise CannotRun(f"the policy of {self.artifact} on {self.target} has no threshold {name}")
 
-    def of_stage(self, stage: str, scope: str) -> list[Threshold]:
-        """The thresholds that hold for a stage of a run over a checkpoint of that scope."""
-        return [item for item in self.thresholds if item.stage == stage and scope in item.scopes]
+    def of_stage(self, stage: str) -> list[Threshold]:
+        """The thresholds of one stage."""
+        return [item for item in self.thresholds if item.stage == stage]
 
     def as_dict(self) -> dict[str, Any]:
         """As a receipt quotes it."""
@@ -178,21 +178,25 @@ def _words(what: str, words: list[str], known: tuple[str, ...]) -> tuple[str, ..
 def _threshold(name: str, raw: dict[str, Any]) -> Threshold:
     bounds = [key for key in _BOUNDS if key in raw]
     measured = "unmeasured" not in raw
-    allowed = {"stage", "number", "unit", "scopes", *(("source", *bounds) if measured else ("unmeasured",))}
+    allowed = {"stage", "number", "unit", *(("source", *bounds) if measured else ("unmeasured",))}
     if not _NAME.match(name) or set(raw) - allowed or len(bounds) != measured:
         raise ValueError(f"threshold {name}: one of max, min, equals with its source, or unmeasured, and nothing else")
     source = raw["source"] if measured else raw["unmeasured"]
     value = raw[bounds[0]] if measured else None
     if not isinstance(source, str) or not source.strip():
         raise ValueError(f"threshold {name}: it does not say where it comes from")
-    if measured and not isinstance(value, (bool, int, float)):
-        raise ValueError(f"threshold {name}: its bound is no number")
-    if isinstance(value, bool) and bounds != ["equals"]:
-        raise ValueError(f"threshold {name}: true and false have no order")
-    if isinstance(value, float) and not abs(value) < float("inf"):  # TOML knows nan and inf
+    if measured and (_kind(value) is None or (_kind(value) != "number" and bounds != ["equals"])):
+        raise ValueError(f"threshold {name}: max and min take numbers, equals also true, false and words")
+    if isinstance(value, float) and not math.isfinite(value):  # TOML knows nan and inf
         raise ValueError(f"threshold {name}: its bound is no number")
     if raw["stage"] not in STAGES:
         raise ValueError(f"threshold {name}: there is no stage {raw['stage']!r}")
-    scopes = _words(f"threshold {name}", raw.get("scopes", list(SCOPES)), SCOPES)
     bound = bounds[0] if measured else ""
-    return Threshold(name, raw["stage"], raw["number"], bound, value, source, raw.get("unit", ""), scopes)
+    return Threshold(name, raw["stage"], raw["number"], bound, value, source, raw.get("unit", ""))
+
+
+def _kind(value: Any) -> str | None:
+    """JSON's kinds: true is no number."""
+    if isinstance(value, bool):
+        return "boolean"
+    return "number" if isinstance(value, (int, float)) else "string" if isinstance(value, str) else None

@@ -24,7 +24,7 @@ def statement(run: Run, image: Image, policy: Policy) -> dict[str, Any]:
     identity, checkpoint = facts["image"]["identity"], dict(facts["checkpoint"])
     scope, manifest = checkpoint.pop("scope"), checkpoint.pop("manifest_sha256")
     published(scope, checkpoint)
-    stages = {name: _stage(name, run.stages[name], section, scope, facts["topology"]) for name in STAGES}
+    stages = {name: _stage(name, run.stages[name], section, facts["topology"]) for name in STAGES}
     model, others = verdicts.gpu(stages)
     if others:
         raise Rejected(
@@ -47,6 +47,7 @@ def statement(run: Run, image: Image, policy: Policy) -> dict[str, Any]:
         },
         "checkpoint": checkpoint,
         "declared": facts["declared"],
+        "flags": facts.get("flags", {}),
         "policy": section.as_dict(),
         "gpu": model,
         "stages": stages,
@@ -86,13 +87,13 @@ def _named(name: str, digest: str, **more: Any) -> dict[str, Any]:
     return {"name": name, "digest": {"sha256": digest.removeprefix("sha256:")}, **more}
 
 
-def _stage(name: str, found: dict | str, section: Section, scope: str, topology: dict) -> dict[str, Any]:
+def _stage(name: str, found: dict | str, section: Section, topology: dict) -> dict[str, Any]:
     if isinstance(found, str):
         found = {"result": verdicts.NOT_RUN, "reason": found, "numbers": {}, "gpu": None, "began": None,
                  "seconds": None, "file_sha256": None,
                  "tests": {"passed": [], "failed": [], "skipped": []}}  # fmt: skip
     stage = {key: found[key] for key in ("reason", "tests", "numbers", "gpu", "began", "seconds", "file_sha256")}
     stage["reported"] = found["result"]
-    stage["result"], stage["reason"] = verdicts.judge(name, stage, section, scope, topology)
-    stage["unmeasured"] = verdicts.unmeasured(name, stage, section, scope)
+    stage["result"], stage["reason"] = verdicts.judge(name, stage, section, topology)
+    stage["unmeasured"] = verdicts.unmeasured(name, stage, section)
     return stage

@@ -35,9 +35,10 @@ def content_sha256(statement: dict[str, Any]) -> str:
 def manifest_sha256(files: dict[str, tuple[int, str]]) -> str:
     """SHA-256 of a checkpoint's canonical manifest.
 
-    ``files``: name -> (bytes, SHA-256). The manifest is the canonical JSON of [{"bytes", "name", "sha256"}] by name.
+    ``files``: name -> (size in bytes, SHA-256). The manifest is the canonical JSON of [{"name", "sha256", "size"}] by
+    name.
     """
-    entries = [{"bytes": size, "name": name, "sha256": digest} for name, (size, digest) in sorted(files.items())]
+    entries = [{"name": name, "size": size, "sha256": digest} for name, (size, digest) in sorted(files.items())]
     return hashlib.sha256(canonical(entries)).hexdigest()
 
 

@@ -9,7 +9,7 @@ from qualify.policy import STAGES, Section, capability
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not-run"
 
 
-def judge(name: str, stage: dict[str, Any], section: Section, scope: str, topology: dict[str, Any]) -> tuple[str, str]:
+def judge(name: str, stage: dict[str, Any], section: Section, topology: dict[str, Any]) -> tuple[str, str]:
     """(result, reason) of one stage; the reason is empty when it passed.
 
     ``stage`` has reported, reason, tests, numbers and gpu as in a receipt. What failed anywhere failed; what is
@@ -20,7 +20,7 @@ def judge(name: str, stage: dict[str, Any], section: Section, scope: str, topolo
         return FAILED, f"{len(tests['failed'])} of its tests failed, the first {tests['failed'][0]}"[:500]
     if stage["reported"] == FAILED:
         return FAILED, stage["reason"] or "the stage failed and does not say why"
-    thresholds = [(item, item.judge(stage["numbers"])) for item in section.of_stage(name, scope)]
+    thresholds = [(item, item.judge(stage["numbers"])) for item in section.of_stage(name)]
     if missed := [item for item, verdict in thresholds if verdict == "missed"]:
         return FAILED, f"{missed[0].number} misses the threshold {missed[0].name}"
     if stage["reported"] == NOT_RUN:
@@ -39,9 +39,9 @@ def judge(name: str, stage: dict[str, Any], section: Section, scope: str, topolo
     return PASSED, ""
 
 
-def unmeasured(name: str, stage: dict[str, Any], section: Section, scope: str) -> list[str]:
+def unmeasured(name: str, stage: dict[str, Any], section: Section) -> list[str]:
     """Names of the stage's thresholds for which nobody has a bound."""
-    return [item.name for item in section.of_stage(name, scope) if item.judge(stage["numbers"]) == "unmeasured"]
+    return [item.name for item in section.of_stage(name) if item.judge(stage["numbers"]) == "unmeasured"]
 
 
 def blockers(extension: dict[str, Any], section: Section) -> list[str]:

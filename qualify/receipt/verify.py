@@ -101,13 +101,12 @@ def check(statement: Any, policy: Policy) -> None:
 
 
 def _stages(extension: dict[str, Any], section: policies.Section) -> None:
-    scope = extension["scope"]
     for name in STAGES:
         stage = extension["stages"][name]
-        verdict = verdicts.judge(name, stage, section, scope, extension["topology"])
+        verdict = verdicts.judge(name, stage, section, extension["topology"])
         if verdict != (stage["result"], stage["reason"]):
             raise Rejected(f"stage {name} says {stage['result']}; tests, numbers and policy say {verdict[0]}")
-        if stage["unmeasured"] != verdicts.unmeasured(name, stage, section, scope):
+        if stage["unmeasured"] != verdicts.unmeasured(name, stage, section):
             raise Rejected(f"stage {name} lists other unmeasured thresholds than the policy has")
         absent = [stage[key] is None for key in ("began", "seconds", "file_sha256")]
         if any(absent) and not (all(absent) and stage["reported"] == verdicts.NOT_RUN):
