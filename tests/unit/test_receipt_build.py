@@ -246,9 +246,7 @@ def test_a_synthetic_checkpoint_has_none(lab):
 def test_substituted_libraries_are_said_and_stop_a_release(lab):
     libraries = {"image": {"substituted_libraries": ["venv/lib/python3.11/site-packages/nvidia"]}}
     assert lab.seal("--release", run=libraries) == 1
-    assert lab.said == (
-        "rejected: not sealed for a release: the run replaced libraries of the image by the host's\n"
-    )
+    assert lab.said == ("rejected: not sealed for a release: the run replaced libraries of the image by the host's\n")
     assert lab.seal(run=libraries) == 0
     assert lab.receipt["predicate"]["result"] == "WARNED"
     assert lab.extension["image"]["substituted_libraries"] == libraries["image"]["substituted_libraries"]
@@ -272,7 +270,9 @@ def test_another_image_than_the_one_that_ran(lab, label, value):
     image = runs.inspect()
     image[0]["Config"]["Labels"][label] = value
     assert lab.seal(image=image) == 1
-    assert lab.said == f"rejected: the image is not the one that ran: its label {label} differs from run.json's identity\n"
+    assert (
+        lab.said == f"rejected: the image is not the one that ran: its label {label} differs from run.json's identity\n"
+    )
 
 
 def test_an_image_known_by_its_digests_alone_stops_a_release(lab):
@@ -404,7 +404,10 @@ def test_a_damaged_file_is_no_stage_that_did_not_run(lab, name, content, told):
         ({"policy_sha256": "0" * 64}, "the run was measured under another policy"),
         ({"target": "sm80"}, "the policy says nothing of mova-fp8 on sm80"),
         ({"image": {"identity_sha256": "0" * 64}}, "image.identity is not the file that image.identity_sha256 names"),
-        ({"artifact": "k2-horizon-fp8", "image": runs.facts()["image"]}, "the run is of k2-horizon-fp8, its image of mova"),
+        (
+            {"artifact": "k2-horizon-fp8", "image": runs.facts()["image"]},
+            "the run is of k2-horizon-fp8, its image of mova",
+        ),
     ],
 )
 def test_a_run_that_does_not_hang_together(lab, run, told):
