@@ -1,4 +1,4 @@
-"""Run directories as the stages leave them, and what goes with them: image, policy, catalogue. Imports none of our code.
+"""Run directories as the stages leave them, and their image, policy and catalogue. Imports none of our code.
 
 Everything is made up; the digests of the identity are right, because they are checked.
 """

@@ -140,7 +140,7 @@ def test_every_change_of_one_field_is_caught(receipts, measured, kind):
 ALLOWED = {
     "subject.*.digest": "the image or the checkpoint itself has that digest",
     "subject.*.annotations": "the image itself has those layers",
-    "predicate.configuration.*.digest": "the files that those digests name are not here (policy.toml is, and is caught)",
+    "predicate.configuration.*.digest": "the files of those digests are not here (policy.toml is, and is caught)",
     "E.content_sha256": "it is replaced together with what it covers",
     "E.target_name": "a name for people",
     "E.topology": "the plan of the run; tp and pp are held against the number of GPUs",
