@@ -55,6 +55,7 @@ def tag(artifact: str, evidence: Path | None = None, folder: Path | None = None,
     if not docker.output("image", "ls", "--quiet", "--no-trunc", candidate):
         raise Rejected(f"there is no {candidate}: build it with make image ARTIFACT={artifact}")
     image = images.from_inspect(docker.inspect(candidate), candidate)
+    _same_recipe(docker, image, artifact, folder or catalogue.RECIPES)
     vouchers = []
     for entry in entries:
         for target in claimed:
@@ -151,6 +152,14 @@ def _claims(artifact: str, folder: Path | None, fixtures: bool):
         raise Rejected(f"the catalogue has no size for {bare[0]}: pin the checkpoint again")
     declarations = recipes.load(artifact, folder).declarations
     return entries, claimed, {item.variable: item.values for item in declarations}, known.formats
+
+
+def _same_recipe(docker, image: images.Image, artifact: str, folder: Path) -> None:
+    """The image must claim what this checkout claims: its recipe is a part of it. Raises ``Rejected``."""
+    words = ("--rm", "--network=none", "--read-only", "--cap-drop=ALL", "--entrypoint=cat", image.config_digest)
+    inside = docker.output("run", *words, f"/opt/horizon/recipes/{artifact}.toml")
+    if inside.strip() != (folder / f"{artifact}.toml").read_text().strip():
+        raise Rejected(f"the candidate was built from another recipes/{artifact}.toml than this one: build it again")
 
 
 def _of(receipt: dict[str, Any]) -> tuple[str, str]:

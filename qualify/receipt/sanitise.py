@@ -24,7 +24,7 @@ FOLDERS = ("/opt/horizon", "/models", "/var/cache/horizon", "/run/secrets", "/us
 #: paths of the engine's HTTP interface
 ENDPOINTS = ("/health", "/health_generate", "/server_info", "/model_info", "/metrics", "/generate", "/v1")
 #: names that say nothing about anybody
-COMMON = {"localhost", "localdomain", "root", "user", "users", "nobody", "horizon", "admin", "none", "test"}
+COMMON = {"localhost", "localdomain", "root", "user", "users", "nobody", "horizon", "admin", "none", "test", "operator"}
 
 _FIXED = {
     "*.digest.sha256": re.compile(r"[0-9a-f]{64}\Z"),

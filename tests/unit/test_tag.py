@@ -14,6 +14,7 @@ import pytest
 
 from qualify import catalogue, cli, policy, tag
 from qualify.errors import CannotRun, Rejected
+from qualify.receipt import sanitise
 from tests.unit import receipt_runs as runs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,6 +26,7 @@ case "$1 $2" in
 "buildx build") exit 0 ;;
 "image ls") for last; do :; done; cat "$STORE/$(echo "$last" | tr /: __)" 2>/dev/null; exit 0 ;;
 "image inspect") cat "$STORE/inspect.json" ;;
+"run --rm") cat "$STORE/recipe.toml" ;;
 tag*) echo "$2" >"$STORE/$(echo "$3" | tr /: __)" ;;
 *) exit 9 ;;
 esac
@@ -41,6 +43,7 @@ def lab(tmp_path, commands, monkeypatch):
     monkeypatch.setenv("DOCKER", str(fakes.add("docker", CLIENT)))
     monkeypatch.setenv("STORE", str(store))
     monkeypatch.setattr(policy, "PATH", runs.measured_policy(tmp_path))
+    monkeypatch.setattr(sanitise, "names_here", set)  # whatever the host of the tests is called
 
     class Lab:
         evidence = tmp_path / "evidence"
@@ -59,6 +62,8 @@ def lab(tmp_path, commands, monkeypatch):
             assert cli.main(["seal", *map(str, words)]) == 0
 
         def tag(self):
+            if not (store / "recipe.toml").exists():
+                (store / "recipe.toml").write_text(self.recipe.read_text())
             return tag.tag("mova-fp8", self.evidence, self.recipe.parent, fixtures=True)
 
         def refusal(self):
@@ -216,6 +221,18 @@ def test_another_image(lab, change, told):
     lab.receipt()
     lab.image(**change)
     assert f"sm90.json: {told}" in lab.refusal()
+
+
+def test_an_image_of_another_recipe(lab):
+    """The claims are the image's own: who edits them in the checkout alone has another image to build."""
+    lab.receipt()
+    (lab.store / "recipe.toml").write_text(runs.RECIPE.replace('status = "not-run"', 'status = "verified"'))
+    assert "was built from another recipes/mova-fp8.toml than this one: build it again" in lab.refusal()
+    (asked,) = lab.fakes.calls()[-1:]
+    assert asked == (
+        f"docker run --rm --network=none --read-only --cap-drop=ALL --entrypoint=cat {CONFIG} "
+        "/opt/horizon/recipes/mova-fp8.toml"
+    )
 
 
 def test_substituted_libraries(lab):
