@@ -230,6 +230,36 @@ def test_a_synthetic_receipt_does_not_become_a_published_one(receipts, measured)
     assert not consistent(seal_anew(changed), measured)
 
 
+@pytest.mark.parametrize(
+    ("kind", "where", "value", "told"),
+    [
+        ("passed", "checkpoint.repository", None, "the scope is published, and repository"),
+        ("passed", "checkpoint.revision", None, "the scope is published, and repository"),
+        ("synthetic", "checkpoint.repository", "IFM/Some", "the scope is synthetic, and a repository"),
+        ("passed", "stages.load.began", None, "stage load lacks its time or the digest of its file"),
+        ("passed", "stages.load.seconds", None, "stage load lacks its time or the digest of its file"),
+        ("failed", "stages.cleanup.file_sha256", None, "stage cleanup lacks its time or the digest of its file"),
+        ("failed", "stages.numerics.file_sha256", "0" * 64, "stage numerics lacks its time or the digest"),
+        ("passed", "stages.load.gpu.count", 8, "gpu is not the one model on which the stages ran"),
+        ("passed", "stages.load.numbers.missing", 1, "stage load says passed; tests, numbers and policy say failed"),
+        ("passed", "policy.thresholds", [], "the receipt quotes the policy wrongly"),
+        ("passed", "release_blockers", ["x"], "release_blockers does not follow from scope, image and stages"),
+        ("passed", "image.labels_compared", False, "release_blockers does not follow from scope, image and stages"),
+    ],
+)
+def test_the_sentence_for(receipts, measured, kind, where, value, told):
+    """Single changes inside what the list above names as a whole, and what is said of others."""
+    changed = replaced(receipts[kind], ("predicate", EXTENSION, *where.split(".")), value)
+    with pytest.raises(Rejected) as refused:
+        verify.check(seal_anew(changed), measured)
+    assert told in str(refused.value)
+
+
+def test_true_is_not_one():
+    assert not verify._equal({"equals": 1}, {"equals": True})
+    assert verify._equal({"a": [1], "b": None}, {"b": None, "a": [1]})
+
+
 # The hand-written structure check and the schema
 
 
