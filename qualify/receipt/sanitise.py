@@ -49,10 +49,13 @@ _TOKENS = re.compile(
     r"|\bnvapi-\S{8,}|\bglpat-\S{8,}|\bxox[a-z]-\S+|\b(?:AKIA|ASIA)[A-Z0-9]{12,}|\bAIza[\w-]{20,}|\beyJ[\w-]{8,}"
     r"|-----BEGIN|\bssh-(?:rsa|ed25519)\b|\bBearer\s+\S|\bBasic\s+[A-Za-z0-9+/=]{8,}"
 )
-_ASSIGNED = re.compile(
-    r"(?i)(?:api[-_ ]?key|access[-_ ]?key|secret|password|passwd|credential|authorization|auth[-_]?token|hf[-_]token"
-    r"|_token)[\"']?\s*[=:]\s*\S"
+_SECRET = (
+    r"(?:api[-_ ]?key|access[-_ ]?key|secret|password|passwd|credentials?|authorization"
+    r"|(?:auth|access|api|hf|bearer)[-_ ]?token)"
 )
+_ASSIGNED = re.compile(rf"(?i){_SECRET}[\"']?\s*[=:]\s*\S")
+#: a field of such a name holds none, whatever it looks like
+_NAMED = re.compile(rf"(?i){_SECRET}\Z")
 _RUN = re.compile(r"[A-Za-z0-9+/=]{20,}")
 _LONG = re.compile(r"[A-Za-z0-9+/=_-]{40,}")
 
@@ -76,6 +79,8 @@ def find(document: Any, private: Iterable[str] = ()) -> str | None:
         exempt = not is_key and any(
             fnmatch.fnmatchcase(where, pattern) and form.match(text) for pattern, form in _FIXED.items()
         )
+        if not is_key and text and _NAMED.search(where):
+            return f"{where[:200]} holds what looks like a token or a key"
         if not exempt and (found := defect(text, words)):
             return f"{f'a key of {where}' if is_key else where[:200]} holds {found}"
     return None

@@ -128,7 +128,17 @@ def test_planted_in_keys_and_in_fields_of_a_fixed_form(seal, run, stages):
     assert list(seal.evidence.iterdir()) == []
 
 
+@pytest.mark.parametrize("flag", ["--api-key", "--admin-api-key", "--hf-token", "--ssl-keyfile-password"])
+def test_a_secret_that_is_an_ordinary_word(seal, flag):
+    code, err = seal({"flags": {flag: "hunter"}})
+    assert code == 1
+    assert f"flags.{flag} holds what looks like a token or a key" in err
+    assert "hunter" not in err
+    assert seal({"flags": {flag: None}})[0] == 0
+
+
 HARMLESS = [
+    '{"xllm_source_router_gemm_partitions": 2, "eos_token": 5}',
     "IFM/K2-Horizon-MoVA-36B-A4B-FP8",
     "nvidia/Qwen3.6-35B-A3B-NVFP4",
     "gpu/test_load.py::test_every_parameter_equals_its_source[fp8-1]",
@@ -168,6 +178,10 @@ def test_names_here(monkeypatch):
 
 def test_names_that_say_nothing_are_no_names():
     assert sanitise.find({"a": "the root user on localhost"}, ["root", "user", "localhost", "", "a"]) is None
+
+
+def test_numbers_may_have_such_names():
+    assert sanitise.find({"input_tokens": 512, "password": None, "api_key": "", "--tokenizer-mode": "auto"}) is None
 
 
 def test_a_digest_is_exempt_where_it_belongs_and_only_in_its_form():
