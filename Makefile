@@ -58,11 +58,6 @@ pin: ## propose a catalogue entry for the files of a checkpoint (MODEL_DIR=...)
 verify-checkpoint: ## full SHA-256 of a checkpoint against the catalogue (MODEL_DIR=...)
 	@python3 -m qualify verify-checkpoint $(if $(MODEL_DIR),"$(MODEL_DIR)") $(if $(JSON),--json)
 
-.PHONY: tag
-tag: ## give an image its release tag; refused without receipts for exactly this image (ARTIFACT=... [EVIDENCE=DIR])
-	@[ -n "$(ARTIFACT)" ] || { echo "rejected: say which image, for example make tag ARTIFACT=mova-fp8" >&2; exit 1; }
-	@python3 -m qualify tag "$(ARTIFACT)" $(if $(EVIDENCE),--evidence "$(EVIDENCE)")
-
 .PHONY: host
 host: ## install what is missing here and start the container engine (root on Debian or Ubuntu)
 	@images/host.sh >/dev/null
@@ -88,6 +83,11 @@ unit: ## the tests that need neither container nor torch
 series: ## the patch series against the locked engine wheel
 	@python3 images/wheels.py fetch --cache "$(HORIZON_CACHE)" --only sglang
 	@python3 -B patches/series.py check --wheel "$(HORIZON_CACHE)"/wheels/sglang-*.whl
+
+.PHONY: tag
+tag: ## give an image its release tag; refused without receipts for exactly this image (ARTIFACT=... [EVIDENCE=DIR])
+	@[ -n "$(ARTIFACT)" ] || { echo "rejected: say which image, for example make tag ARTIFACT=mova-fp8" >&2; exit 1; }
+	@python3 -m qualify tag "$(ARTIFACT)" $(if $(EVIDENCE),--evidence "$(EVIDENCE)")
 
 .PHONY: reproduce
 reproduce: host ## build twice without cache and compare layer digests (ARTIFACT=...)
