@@ -89,6 +89,11 @@ series: ## the patch series against the locked engine wheel
 	@python3 images/wheels.py fetch --cache "$(HORIZON_CACHE)" --only sglang
 	@python3 -B patches/series.py check --wheel "$(HORIZON_CACHE)"/wheels/sglang-*.whl
 
+.PHONY: tag
+tag: ## give an image its release tag; refused without receipts for exactly this image (ARTIFACT=... [EVIDENCE=DIR])
+	@[ -n "$(ARTIFACT)" ] || { echo "rejected: say which image, for example make tag ARTIFACT=mova-fp8" >&2; exit 1; }
+	@python3 -m qualify tag "$(ARTIFACT)" $(if $(EVIDENCE),--evidence "$(EVIDENCE)")
+
 .PHONY: reproduce
 reproduce: host ## build twice without cache and compare layer digests (ARTIFACT=...)
 	@python3 images/reproduce.py "$(or $(ARTIFACT),mova-fp8)" --cache "$(HORIZON_CACHE)"

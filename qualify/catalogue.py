@@ -78,8 +78,8 @@ class Artifact:
     checkpoints: tuple[Entry, ...] = field(default=())
 
 
-def load(recipes: Path | None = None) -> dict[str, Artifact]:
-    """Read every ``recipes/*.toml``.
+def load(recipes: Path | None = None, fixtures: bool = False) -> dict[str, Artifact]:
+    """Read every ``recipes/*.toml``. Only tests set ``fixtures``: an entry with ``fixture = true`` was never published.
 
     Raises ``CannotRun`` when one is unusable: our file is wrong, not the input.
     """
@@ -91,7 +91,7 @@ def load(recipes: Path | None = None) -> dict[str, Artifact]:
     for path in found:
         try:
             with path.open("rb") as file:
-                artifact = _artifact(tomllib.load(file))
+                artifact = _artifact(tomllib.load(file), fixtures)
         except (OSError, tomllib.TOMLDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise CannotRun(f"{folder.name}/{path.name} is not a usable artifact file: {error}") from None
         if artifact.name != path.stem:
@@ -100,17 +100,19 @@ def load(recipes: Path | None = None) -> dict[str, Artifact]:
     return artifacts
 
 
-def _artifact(raw: dict[str, Any]) -> Artifact:
+def _artifact(raw: dict[str, Any], fixtures: bool) -> Artifact:
     name = raw["artifact"]
     return Artifact(
         name,
         tuple(raw["formats"]),
         {arch: target["status"] for arch, target in raw.get("targets", {}).items()},
-        tuple(_entry(name, entry) for entry in raw.get("checkpoints", ())),
+        tuple(_entry(name, entry, fixtures) for entry in raw.get("checkpoints", ())),
     )
 
 
-def _entry(artifact: str, raw: dict[str, Any]) -> Entry:
+def _entry(artifact: str, raw: dict[str, Any], fixtures: bool) -> Entry:
+    if raw.get("fixture", False) is not False and not fixtures:
+        raise ValueError(f"checkpoint {raw['name']!r} is a fixture of the tests: no command takes it")
     files = tuple(File(file["role"], file["name"], file["sha256"], file.get("bytes")) for file in raw.get("files", ()))
     entry = Entry(
         artifact,

@@ -22,6 +22,9 @@ COMMANDS = {
     "pin": ("qualify.pin", "write a catalogue proposal for a checkpoint"),
     "verify-checkpoint": ("qualify.verify", "full SHA-256 of a checkpoint against the catalogue"),
     "run": ("qualify.run", "run the qualification stages of one tier, in the image"),
+    "seal": ("qualify.receipt.seal", "write the receipt of a run directory"),
+    "verify-receipt": ("qualify.receipt.verify", "is a receipt well-formed, and do its digests and policy agree"),
+    "tag": ("qualify.tag", "give an image its release tag, if receipts say so"),
     "synth": ("qualify.synth.command", "write a synthetic checkpoint in a published format"),
 }
 
