@@ -23,6 +23,7 @@ from qualify.checkpoint import inspection, report
 from qualify.errors import CannotRun, Rejected, exit_code
 
 CACHE = Path("/var/cache/horizon")
+START_SECONDS, DRAIN_SECONDS = 1800, 90
 OWN = ("--print", "--check", "--json")
 
 
@@ -65,7 +66,7 @@ def launch(artifact: str, passed: Sequence[str], own: set[str]) -> int:
     if printing:
         inspect.emit(json.dumps(planned.as_dict(), indent=1) if "--json" in own else planned.command)
         return 0
-    start, drain = (_seconds(environment, *item) for item in (("START_SECONDS", 1800), ("DRAIN_SECONDS", 90)))
+    start, drain = (_seconds(environment, *item) for item in (("START_SECONDS", START_SECONDS), ("DRAIN_SECONDS", DRAIN_SECONDS)))
     result, facts = checkpoint(planned)
     if trouble:
         raise trouble
