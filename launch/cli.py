@@ -66,7 +66,8 @@ def launch(artifact: str, passed: Sequence[str], own: set[str]) -> int:
     if printing:
         inspect.emit(json.dumps(planned.as_dict(), indent=1) if "--json" in own else planned.command)
         return 0
-    start, drain = (_seconds(environment, *item) for item in (("START_SECONDS", START_SECONDS), ("DRAIN_SECONDS", DRAIN_SECONDS)))
+    start = _seconds(environment, "START_SECONDS", START_SECONDS)
+    drain = _seconds(environment, "DRAIN_SECONDS", DRAIN_SECONDS)
     result, facts = checkpoint(planned)
     if trouble:
         raise trouble

@@ -15,7 +15,6 @@ from qualify.checkpoint import inspection, mounts
 from qualify.checkpoint.hashing import Journal
 from qualify.suite import facts, processes
 
-TOLERANCE = policy.load().threshold("cleanup-gpu-memory").max
 #: seconds beyond the drain for the launcher to end, and for the driver to give memory back
 STOP, BACK = 60, 30
 
@@ -45,17 +44,18 @@ def test_no_process_is_left(launched, measure):
     assert left == [], f"{len(left)} processes of the server were left, and killed"
 
 
-def test_gpu_memory_came_back(launched, measure):
+def test_gpu_memory_came_back(launched, planned, measure):
+    tolerance = policy.load().section(planned.artifact, planned.target).threshold("cleanup-gpu-memory").value
     deadline = time.monotonic() + BACK
     while True:
         before = launched["gpu_bytes_before"]
         seen = [gpu.total - gpu.free for gpu in machine.query().gpus[: len(before)]]
         over = max(now - then for now, then in zip(seen, before, strict=True))
-        if over <= TOLERANCE or time.monotonic() > deadline:
+        if over <= tolerance or time.monotonic() > deadline:
             break
         time.sleep(0.5)
-    measure(gpu_bytes_over=over, gpu_bytes_tolerance=TOLERANCE)
-    assert over <= TOLERANCE, f"{over:,} bytes of GPU memory have not come back"
+    measure(gpu_bytes_over=over, gpu_bytes_tolerance=tolerance)
+    assert over <= tolerance, f"{over:,} bytes of GPU memory have not come back"
 
 
 def test_checkpoint_is_unchanged(directory, run, model, measure):
