@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 from qualify import engine_cpu
 
@@ -52,3 +53,24 @@ def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
+
+
+def updater(model, path: str = "served"):
+    """The engine's weight updater of a model on the CPU, which was loaded from ``path``."""
+    import torch
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+    config = SimpleNamespace(
+        model_path=path, dtype=torch.bfloat16, revision=None, hf_config=model.config, quantization=None
+    )
+    return WeightUpdater(
+        tp_rank=0,
+        device="cpu",
+        gpu_id=0,
+        model_config=config,
+        custom_weight_loaders={"custom": None},
+        get_model=lambda: model,
+        update_model_fields=lambda *args, **kwargs: None,
+        recapture_cuda_graph=lambda: None,
+        get_model_runner=lambda: None,
+    )

@@ -246,7 +246,9 @@ def other_values(folder):
 
 def other_config(folder):
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": {"rope_theta": 1, "rope_type": "default"}}))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"rope_parameters": {"rope_theta": 1, "rope_type": "default"}})
+    )
 
 
 def other_header(folder):

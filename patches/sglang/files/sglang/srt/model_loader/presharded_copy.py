@@ -169,8 +169,8 @@ def identity(checkpoint: str) -> dict[str, str]:
     """SHA-256 of what tells a checkpoint, and the engine that reads it, from others.
 
     ``config_sha256``: config.json, byte for byte. ``headers_sha256``: the index, and name and raw header of every
-    shard: all names, dtypes, shapes and places. ``samples_sha256``: the first 4 KiB of every tensor, which two trainings
-    of one architecture do not share. ``file_stamps_sha256``: size and time of every file, for an edit that the
+    shard: all names, dtypes, shapes and places. ``samples_sha256``: the first 4 KiB of every tensor, which two
+    trainings of one architecture do not share. ``file_stamps_sha256``: size and time of every file, for an edit that the
     samples miss. ``engine_sha256``: the RECORD of the installed engine, which lists the hash of every file as the patch
     series left it. Raises :class:`CheckpointRefused`.
     """
@@ -290,8 +290,8 @@ def _unfinished(folder: str, group: Any) -> Iterator[str | None]:
                     told = str(beside)
             except OSError as error:
                 told = CheckpointRefused(
-                    f"The presharded copy cannot be written to {beside.parent} ({error.strerror}): mount a volume there "
-                    "that the server may write to, or start with --load-format safetensors."
+                    f"The presharded copy cannot be written to {beside.parent} ({error.strerror}): mount a volume "
+                    "there that the server may write to, or start with --load-format safetensors."
                 )
         told = group.broadcast_object(told)
         if isinstance(told, Exception):

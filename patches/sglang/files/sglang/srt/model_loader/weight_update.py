@@ -3,7 +3,9 @@
 The engine writes what it is given into a model that serves: a part of a checkpoint, tensors of other dtypes, raw
 parameters. Where the format allows updates at all, :func:`guarded` announces one to the model's ledger, and an
 :class:`Update` says beforehand whether what comes is complete. What is refused then leaves the old weights and a
-model that serves. What fails later leaves half an update, and a model that never serves again.
+model that serves. What fails later leaves half an update, and a model that never serves again. The ranks of a
+tensor-parallel group write all or none: each wants the whole checkpoint, also what others own, and waits for the others'
+verdict.
 """
 
 from __future__ import annotations
@@ -11,11 +13,16 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from sglang.srt.model_loader import checkpoint_files
 from sglang.srt.model_loader.checkpoint_ledger import LOAD_FORMATS, CheckpointRefused, State, bad_values, report
+from sglang.srt.runtime_context import get_parallel
+
+#: What an update from disk may be read with.
+FROM_DISK = LOAD_FORMATS
 
 _DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "BF16": torch.bfloat16, "F32": torch.float32}
 
@@ -27,6 +34,7 @@ class Update:
         self._ledger = ledger
         self._expected = ledger.format.inventory(model)
         self._directory_fits = False
+        self.voted = False
 
     def check_directory(self, folder: str, files: Iterable[str], defects: list[tuple[str, str, str]]) -> None:
         """Refuse a directory whose config, names, dtypes or shapes are not those of the model that serves.
@@ -40,7 +48,7 @@ class Update:
         if not any(kind == "unreadable" for kind, _ in found):
             headers = {}
             for path in files:
-                headers.update(checkpoint_files.read_header(path))
+                headers.update(checkpoint_files.read_header(Path(path)))
             found |= self._differences(
                 {
                     name: (_DTYPES.get(entry["dtype"], entry["dtype"]), tuple(entry["shape"]))
@@ -59,8 +67,8 @@ class Update:
             if self._directory_fits:
                 return weights
             raise CheckpointRefused(
-                f"This {self._ledger.format.name} model takes an update as a directory or as a list of all tensors, and "
-                "this is a stream that nobody has checked: update from disk."
+                f"This {self._ledger.format.name} model takes an update as a directory or as a list of all tensors, "
+                "and this is a stream that nobody has checked: update from disk."
             )
         found = self._differences({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in weights})
         seen = set()
@@ -88,15 +96,26 @@ class Update:
             elif shape != entry.shape:
                 found["shape", name] = f"is {shape}, must be {entry.shape}"
         for name, entry in self._expected.items():
-            if entry.parameter is not None and name not in offered:
+            if name not in offered:
                 found["missing", name] = f"{entry.tensor_class.stored[0]} {entry.shape} is not there"
         return found
 
     def _refuse(self, found: dict[tuple[str, str], str]) -> None:
+        verdicts = self.vote(not found)
         if found:
             raise CheckpointRefused(
                 f"The update is refused, and the model keeps its weights. {report(self._ledger.format.name, found)}"
             )
+        if not all(verdicts):
+            raise CheckpointRefused(
+                "The update is refused, and the model keeps its weights: "
+                f"rank {verdicts.index(False)} of this tensor-parallel group refuses it, see its log."
+            )
+
+    def vote(self, good: bool) -> list[bool]:
+        """Tell the other ranks of the tensor-parallel group, and return what all of them say."""
+        self.voted = True
+        return get_parallel().tp_group.all_gather_object(good)
 
 
 def guarded(*load_formats: str | None) -> Callable:
@@ -121,10 +140,12 @@ def guarded(*load_formats: str | None) -> Callable:
                     f"This {ledger.format.name} model is updated from disk, or from a list of all tensors of a "
                     f"checkpoint, and not by {update.__name__} with load format {load_format}."
                 )
+            announced = Update(ledger, self.get_model())
             if ledger.state is not State.READY:
+                announced.vote(False)
                 return False, f"This {ledger.format.name} model takes no update, {ledger.state.value}."
             path = self.model_config.model_path
-            ledger.update = Update(ledger, self.get_model())
+            ledger.update = announced
             try:
                 done, message = update(self, *args, **kwargs)
             except CheckpointRefused as refused:
@@ -133,8 +154,12 @@ def guarded(*load_formats: str | None) -> Callable:
                 done, message = False, str(refused)
             finally:
                 ledger.update = None
+                if not announced.voted:
+                    announced.vote(False)
             if ledger.state not in (State.READY, State.LOADED):
-                raise CheckpointRefused(f"This {ledger.format.name} model serves no more, {ledger.state.value}: {message}")
+                raise CheckpointRefused(
+                    f"This {ledger.format.name} model serves no more, {ledger.state.value}: {message}"
+                )
             if not done:
                 self.model_config.model_path = path
             return done, message

@@ -130,6 +130,12 @@ _RUNTIME = (
     ("moe", "kt_weight_path", (None,), "--kt-weight-path"),
     ("features", "enable_memory_saver", (False,), "--enable-memory-saver"),
     ("model", "load_format", checkpoint_ledger.LOAD_FORMATS, "--load-format"),
+    (
+        "model",
+        "remote_instance_weight_loader_start_seed_via_transfer_engine",
+        (False,),
+        "--remote-instance-weight-loader-start-seed-via-transfer-engine",
+    ),
     ("model", "startup_weight_load_mode", ("serial",), "--startup-weight-load-mode"),
     ("model", "weight_cache_mode", ("off",), "--weight-cache-mode"),
     ("model", "quantize_and_serve", (False,), "--quantize-and-serve"),
