@@ -170,9 +170,9 @@ def identity(checkpoint: str) -> dict[str, str]:
 
     ``config_sha256``: config.json, byte for byte. ``headers_sha256``: the index, and name and raw header of every
     shard: all names, dtypes, shapes and places. ``samples_sha256``: the first 4 KiB of every tensor, which two
-    trainings of one architecture do not share. ``file_stamps_sha256``: size and time of every file, for an edit that the
-    samples miss. ``engine_sha256``: the RECORD of the installed engine, which lists the hash of every file as the patch
-    series left it. Raises :class:`CheckpointRefused`.
+    trainings of one architecture do not share. ``file_stamps_sha256``: size and time of every file, for an edit that
+    the samples miss. ``engine_sha256``: the RECORD of the installed engine, which lists the hash of every file as the
+    patch series left it. Raises :class:`CheckpointRefused`.
     """
     folder = Path(checkpoint)
     headers, samples, stamps = (hashlib.sha256() for _ in range(3))

@@ -4,8 +4,8 @@ The engine writes what it is given into a model that serves: a part of a checkpo
 parameters. Where the format allows updates at all, :func:`guarded` announces one to the model's ledger, and an
 :class:`Update` says beforehand whether what comes is complete. What is refused then leaves the old weights and a
 model that serves. What fails later leaves half an update, and a model that never serves again. The ranks of a
-tensor-parallel group write all or none: each wants the whole checkpoint, also what others own, and waits for the others'
-verdict.
+tensor-parallel group write all or none: each wants the whole checkpoint, also what others own, and waits for what the
+others say.
 """
 
 from __future__ import annotations
