@@ -257,6 +257,7 @@ def restore_on_rank(case: Case, world_rank: int, directory: Path, overrides: dic
     presharded_copy.CACHE = str(copies.parent)
     _, first = load_presharded(directory, copies, overrides=overrides)
     model, second = load_presharded(directory, copies, overrides=overrides)
+    get_parallel().world_group.barrier()  # the other ranks have read what is damaged now
     if world_rank == 0:
         flip(next(copies.glob(f"TP-*/*-rank-{case.tp * case.pp - 1:03d}.safetensor")))
     get_parallel().world_group.barrier()

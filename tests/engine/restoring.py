@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,9 +51,11 @@ def counted(read: list):
 
 def flip(path: Path) -> None:
     """Change the last byte of a file, and nothing else of it."""
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+    with path.open("r+b") as file:
+        last = file.seek(-1, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(last)
+        file.write(bytes([byte ^ 1]))
 
 
 def updater(model, path: str = "served"):
