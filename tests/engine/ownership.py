@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from qualify import engine_cpu
 from qualify.checks.loading import PROVENANCE, read_checkpoint
 from qualify.models import k2_horizon_sglang
+from tests.engine.restoring import flip, load_presharded, updater
 
 MODELS = ("dense", "kv2", "moe", "mova")
 
@@ -37,7 +38,8 @@ TIMEOUT = 120
 @dataclass(frozen=True)
 class Case:
     """One topology: ``pp`` stages of ``tp`` ranks, over which ``ep`` groups of experts are spread. ``a2a`` is the
-    all-to-all backend. ``works`` says whether it can serve the model; ``lacks`` is a tensor taken out of the files."""
+    all-to-all backend. ``works`` says whether it can serve the model; ``lacks`` is a tensor taken out of the files;
+    a ``restored`` one comes from a presharded copy, which is also restored with a damaged file of the last rank."""
 
     model: str
     tp: int = 1
@@ -46,13 +48,15 @@ class Case:
     a2a: str = "none"
     works: bool = True
     lacks: str = ""
+    restored: bool = False
 
     @property
     def name(self) -> str:
         """The topology as a test is named after it."""
         a2a = "" if self.a2a == "none" else f"-{self.a2a}"
         lacks = f"-lacks-{self.lacks}" if self.lacks else ""
-        return f"{self.model}-tp{self.tp}-ep{self.ep}-pp{self.pp}{a2a}{lacks}"
+        restored = "-restored" if self.restored else ""
+        return f"{self.model}-tp{self.tp}-ep{self.ep}-pp{self.pp}{a2a}{lacks}{restored}"
 
 
 CASES = [
@@ -76,6 +80,8 @@ CASES = [
     Case("mova", tp=4, ep=4),
     Case("mova", pp=2),
     Case("mova", tp=2, ep=2, a2a="deepep"),
+    Case("moe", tp=2, ep=2, restored=True),
+    Case("mova", tp=2, ep=2, restored=True),
     Case("dense", tp=2, ep=2, works=False),
     Case("moe", tp=4, works=False),
     Case("moe", tp=2, ep=2, a2a="deepep", works=False),
@@ -214,15 +220,20 @@ def on_rank(case: Case, world_rank: int, meeting: str, directory: Path, intact: 
     if case.a2a != "none":
         without_gpu_dispatcher()
     overrides = PROVENANCE if case.model == "mova" else {}
+    told = {}
     try:
-        model = engine_cpu.load_model(directory, overrides=overrides)
+        if case.restored:
+            copies = Path(meeting.removeprefix("file://")).parent / "copies"
+            model, told = restore_on_rank(case, world_rank, directory, overrides, copies)
+        else:
+            model = engine_cpu.load_model(directory, overrides=overrides)
     except Exception as error:
         return {"refused": f"{type(error).__name__}: {error}"}
     config = json.loads((directory / "config.json").read_text())
     source = read_checkpoint(intact)
     layers = range(model.model.start_layer, model.model.end_layer)
     expected = wanted(config, source, Rank(case, world_rank % case.tp), layers)
-    result = {
+    result = told | {
         "layers": [layers.start, layers.stop],
         "differences": differences(model, expected),
         "tensors": sorted(name for _, names in expected.values() for name in names),
@@ -231,6 +242,43 @@ def on_rank(case: Case, world_rank: int, meeting: str, directory: Path, intact: 
         neighbour = wanted(config, source, Rank(case, (world_rank + 1) % case.tp), layers)
         result["like_neighbour"] = not differences(model, neighbour)
     return result
+
+
+def restore_on_rank(case: Case, world_rank: int, directory: Path, overrides: dict, copies: Path):
+    """Make a copy, restore it, and then once more with a byte of the last rank's own file flipped.
+
+    Returns the restored model as updates leave it, and what happened: whether the loads came from a copy
+    (``restores``), what was said of the damaged one (``damaged``; None where this rank noticed nothing), ``updates``.
+    """
+    from sglang.srt.model_loader import presharded_copy
+    from sglang.srt.model_loader.checkpoint_ledger import CheckpointRefused
+    from sglang.srt.runtime_context import get_parallel
+
+    presharded_copy.CACHE = str(copies.parent)
+    _, first = load_presharded(directory, copies, overrides=overrides)
+    model, second = load_presharded(directory, copies, overrides=overrides)
+    get_parallel().world_group.barrier()  # the other ranks have read what is damaged now
+    if world_rank == 0:
+        flip(next(copies.glob(f"TP-*/*-rank-{case.tp * case.pp - 1:03d}.safetensor")))
+    get_parallel().world_group.barrier()
+    damaged = None
+    try:
+        load_presharded(directory, copies, overrides=overrides)
+    except CheckpointRefused as error:
+        damaged = str(error)
+    return model, {
+        "restores": [first, second],
+        "damaged": damaged,
+        "updates": update_on_rank(model, world_rank, directory),
+    }
+
+
+def update_on_rank(model, world_rank: int, directory: Path) -> list[bool]:
+    """Whether an update went through: one that lacks a tensor on rank 1 alone, then the whole one, from disk."""
+    whole = list(read_checkpoint(directory).items())
+    lacking, message = updater(model).load_weights_from_distributed(whole[:-1] if world_rank == 1 else whole)
+    complete, _ = updater(model).update_weights_from_disk(str(directory), "auto")
+    return [lacking, "keeps its weights" in message, complete]
 
 
 def without_gpu_communicators() -> None:

@@ -418,8 +418,10 @@ def test_another_runtime_dtype_is_refused(dense):
 def test_flags_that_move_weights_are_refused(dense):
     from sglang.srt.runtime_context import get_model
 
-    with get_model().override(load_format="presharded"):
-        assert "K2-Horizon compressed-tensors FP8 is not served with --load-format presharded" in refusal(dense)
+    for value in ("sharded_state", "remote", "remote_instance", "layered", "dummy"):
+        with get_model().override(load_format=value):
+            said = refusal(dense)
+        assert f"K2-Horizon compressed-tensors FP8 is not served with --load-format {value}" in said
 
 
 def test_an_all_to_all_backend_without_a_kernel_is_refused(moe, dense, monkeypatch):

@@ -1,7 +1,6 @@
 """The ledger on compressed-tensors beyond single faults: scopes that load, one load, no way past it, what runs FP8."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -155,26 +154,6 @@ def test_weights_that_bypass_the_ledger_are_not_served(empty):
     initialize_dummy_weights(empty)
     postprocess(empty)
     assert "never loaded by the strict loader" in refusal(forward, empty)
-
-
-def test_online_updates_are_refused(loaded, directory):
-    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
-
-    updater = WeightUpdater(
-        tp_rank=0,
-        device="cpu",
-        gpu_id=0,
-        model_config=SimpleNamespace(model_path=str(directory), dtype=torch.bfloat16),
-        custom_weight_loaders={},
-        get_model=lambda: loaded,
-        update_model_fields=lambda *args, **kwargs: pytest.fail("an update went through"),
-        recapture_cuda_graph=lambda: None,
-        get_model_runner=lambda: None,
-    )
-    done, message = updater.update_weights_from_disk(str(directory), "auto")
-    assert not done
-    assert message.startswith("Online weight updates are refused for K2-Horizon compressed-tensors FP8")
-    assert faults(loaded, directory) == []
 
 
 # --- what is quantised ------------------------------------------------------------------------------------------

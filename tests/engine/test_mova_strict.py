@@ -387,7 +387,16 @@ def test_a_stage_checks_the_tensors_of_others_and_needs_only_its_own(empty, sour
         ("moe", "enable_paged_experts", True, "--enable-paged-experts"),
         ("moe", "kt_weight_path", "weights", "--kt-weight-path"),
         ("model", "load_format", "dummy", "--load-format"),
-        ("model", "load_format", "presharded", "--load-format"),
+        *[
+            ("model", "load_format", value, "--load-format")
+            for value in ("sharded_state", "remote", "remote_instance", "layered", "flash_rl", "runai_streamer")
+        ],
+        (
+            "model",
+            "remote_instance_weight_loader_start_seed_via_transfer_engine",
+            True,
+            "--remote-instance-weight-loader-start-seed-via-transfer-engine",
+        ),
         ("model", "startup_weight_load_mode", "overlap", "--startup-weight-load-mode"),
         ("model", "weight_cache_mode", "attach", "--weight-cache-mode"),
         ("model", "quantize_and_serve", True, "--quantize-and-serve"),
@@ -402,7 +411,7 @@ def test_server_flags_that_move_weights_are_refused(tiny, namespace, leaf, value
         engine_cpu.build_model(tiny, overrides=PROVENANCE)
 
 
-@pytest.mark.parametrize("value", ["auto", "safetensors", "fastsafetensors", "instanttensor"])
+@pytest.mark.parametrize("value", ["auto", "safetensors", "fastsafetensors", "instanttensor", "presharded"])
 def test_load_formats_that_stream_through_the_ledger_are_admitted(tiny, value):
     from sglang.srt.runtime_context import get_model
 

@@ -67,6 +67,15 @@ def examine(folder: str, files: Iterable[str], safetensors: bool) -> tuple[list[
     return defects, readable
 
 
+def declared(folder: str) -> dict | None:
+    """The config of a checkpoint directory without what says nothing of the model; None if it cannot be read."""
+    try:
+        config = json.loads(Path(folder, "config.json").read_bytes())
+        return {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
 def read_header(path: Path) -> dict[str, dict]:
     """Return tensor name -> header entry of a safetensors file whose size is what the header promises.
 

@@ -3,10 +3,11 @@
 The engine's loaders resolve names and some shapes; they do not see a missing, repeated, wrongly typed or NaN
 tensor. A model whose quantisation config was admitted for a strict format carries a :class:`Ledger`:
 
-* :func:`guard` attaches it when the model is built. From then on ``forward`` refuses, and the engine's online
-  weight updates are switched off.
+* :func:`guard` attaches it when the model is built. From then on ``forward`` refuses, and so does the engine every
+  online weight update, unless the format allows them; then ``weight_update`` announces each to the ledger.
 * :func:`watch` stands between the iterator of ``load_weights`` and its consumer. It checks every tensor before
   any slicing, hands on the good ones, and at the end of the stream raises one report of all defects.
+* :meth:`Ledger.adopt` is another source for the same parameters: a verified copy of them.
 * :func:`seal` proves after post-processing which modules are quantised, and gives ``forward`` back.
 
 So a way to fill parameters that does not pass through here leaves a model that refuses to serve. What writes to them
@@ -21,10 +22,15 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from sglang.srt.model_loader import checkpoint_files
+
+#: Load formats that go through DefaultModelLoader and ``load_weights``, and "presharded", which is ``presharded_copy``
+#: for a model with a ledger. Sharded states, remote sources and the rest fill parameters past it, from what has no
+#: identity to compare.
+LOAD_FORMATS = ("auto", "safetensors", "fastsafetensors", "instanttensor", "presharded")
 
 #: Defects of one kind that a report prints; it counts all.
 SHOWN = 10
@@ -78,6 +84,8 @@ class CheckpointFormat(Protocol):
     """A strict format, as an admission function attaches it to the quantisation config."""
 
     name: str
+    #: Whether a model that serves may take the weights of another checkpoint.
+    updatable: bool
 
     def inventory(self, model: torch.nn.Module) -> dict[str, Expected]:
         """Every tensor of the checkpoint by name, with the places of the rank that ``model`` is built for."""
@@ -106,6 +114,10 @@ class Ledger:
     def __init__(self, checkpoint_format: CheckpointFormat):
         self.format = checkpoint_format
         self.state = State.BUILT
+        #: The config of the checkpoint that was loaded.
+        self.declared: dict | None = None
+        #: The announced update that is under way, if any (``weight_update.Update``).
+        self.update: Any = None
         self._defects: dict[tuple[str, str], str] = {}
         self._held: dict[str, torch.dtype] = {}
         # For load_report.
@@ -119,6 +131,10 @@ class Ledger:
         """
         self._refuse_unless(State.BUILT, State.LOADING)
         defects, readable = checkpoint_files.examine(folder, files, safetensors)
+        if self.update is not None:
+            self.update.check_directory(folder, files, defects)
+            return
+        self.declared = checkpoint_files.declared(folder)
         for kind, name, text in defects:
             self._note(kind, name, text)
         if not readable:
@@ -130,8 +146,37 @@ class Ledger:
         ``weights`` yields (name, whole tensor on any device). A second call raises before it is touched.
         """
         self._refuse_unless(State.BUILT)
+        if self.update is not None:
+            weights = self.update.check(weights)
+            self._close(model)
         self.state = State.LOADING
         return self._stream(model, weights)
+
+    def adopt(self, model: torch.nn.Module, checkpoint: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Fill a just built model from a verified copy of its own parameters instead of the ``checkpoint`` directory.
+
+        ``parameters`` yields (parameter name, tensor of its shape and dtype on any device). What a load proves at
+        its end is proved here too. Raises :class:`CheckpointRefused`; the model then never serves.
+        """
+        self._refuse_unless(State.BUILT)
+        self.state = State.LOADING
+        self.declared = checkpoint_files.declared(checkpoint)
+        _poison(model)
+        left = dict(model.named_parameters())
+        for name, tensor in parameters:
+            parameter = left.pop(name, None)
+            if parameter is None:
+                self._note("parameter", name, "is no parameter of this rank, or comes a second time")
+            elif (tensor.dtype, tensor.shape) != (parameter.dtype, parameter.shape):
+                self._note("parameter", name, f"comes as {tensor.dtype} {tuple(tensor.shape)}")
+            else:
+                parameter.data.copy_(tensor)
+        for name in left:
+            self._note("parameter", name, "is not in the copy")
+        self._check_model(model, self.format.inventory(model), [])
+        if self._defects:
+            self._fail(before="The copy of this checkpoint cannot be restored: remove the copy. ")
+        self.state = State.LOADED
 
     def seal(self, model: torch.nn.Module) -> None:
         """After post-processing: prove the quantised scope again and let a completely loaded model serve."""
@@ -186,6 +231,9 @@ class Ledger:
         for name, entry in expected.items():
             if entry.parameter is not None and name not in seen:
                 self._note("missing", name, f"{entry.tensor_class.stored[0]} {entry.shape} is in no shard")
+        self._check_model(model, expected, consumed)
+
+    def _check_model(self, model, expected, consumed) -> None:
         self._held = {entry.parameter: entry.tensor_class.held for entry in expected.values()}
         self._held.pop(None, None)
         self.scales = {entry.parameter for entry in expected.values() if entry.tensor_class.positive}
@@ -247,7 +295,7 @@ class Ledger:
         self._defects.setdefault((kind, name), text)
 
     def _refuse_unless(self, *allowed: State) -> None:
-        if self.state not in allowed:
+        if self.state not in allowed and not (self.update is not None and self.state is State.READY):
             raise CheckpointRefused(
                 f"This {self.format.name} model takes no weights a second time, {self.state.value}."
                 if self.state is not State.READY
@@ -255,9 +303,17 @@ class Ledger:
                 "another checkpoint."
             )
 
-    def _fail(self, cause: BaseException | None = None) -> None:
+    def _fail(self, cause: BaseException | None = None, before: str = "") -> None:
         self.state = State.FAILED
-        raise CheckpointRefused(report(self.format.name, self._defects)) from cause
+        raise CheckpointRefused(before + report(self.format.name, self._defects)) from cause
+
+    def _close(self, model) -> None:
+        # On the instance, so that a model that may serve pays nothing for it.
+        @functools.wraps(type(model).forward)
+        def refuse(*args, **kwargs):
+            raise CheckpointRefused(f"This {self.format.name} model does not serve, {self.state.value}.")
+
+        model.forward = refuse
 
 
 def guard(model: torch.nn.Module) -> None:
@@ -265,14 +321,10 @@ def guard(model: torch.nn.Module) -> None:
     checkpoint_format = getattr(model.quant_config, "checkpoint_format", None)
     if checkpoint_format is None:
         return
-    ledger = model.checkpoint_ledger = Ledger(checkpoint_format)
-
-    # On the instance, so that a model that may serve pays nothing for it.
-    @functools.wraps(type(model).forward)
-    def refuse(*args, **kwargs):
-        raise CheckpointRefused(f"This {checkpoint_format.name} model does not serve, {ledger.state.value}.")
-
-    model.forward = refuse
+    model.checkpoint_ledger = Ledger(checkpoint_format)
+    model.checkpoint_ledger._close(model)
+    if checkpoint_format.updatable:
+        return
     # The engine asks for this attribute before every kind of online update, also those that write parameters
     # without calling load_weights.
     model._derived_weight_cache_error = (

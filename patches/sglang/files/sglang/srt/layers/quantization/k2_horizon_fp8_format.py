@@ -59,6 +59,7 @@ class K2HorizonFp8Format:
 
     quantised: frozenset[str]
     name = "K2-Horizon compressed-tensors FP8"
+    updatable = True
 
     def inventory(self, model: torch.nn.Module) -> dict[str, Expected]:
         """Name -> class, full shape and place of every tensor of the checkpoint, for the rank of ``model``.

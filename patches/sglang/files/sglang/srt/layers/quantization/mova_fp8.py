@@ -23,6 +23,7 @@ from sglang.srt.layers.quantization.mova_fp8_format import (
     routed_expert_modules,
 )
 from sglang.srt.layers.quantization.utils import is_layer_skipped
+from sglang.srt.model_loader import checkpoint_ledger
 from sglang.srt.runtime_context import get_exec, get_model, get_parallel
 from transformers import PretrainedConfig
 
@@ -115,9 +116,6 @@ _ROPE_KEYS = {"rope_theta", "rope_type"}
 # More layers or experts than any model has; what follows lists every module of them.
 _MOST = 1 << 20
 
-# Load formats that go through DefaultModelLoader and load_weights, and so through the ledger.
-_LOAD_FORMATS = ("auto", "safetensors", "fastsafetensors", "instanttensor")
-
 # (namespace, leaf, values that are served, flag): what would place, replace or share weights behind the
 # ledger's back, or needs experts to be remapped, which this model does not do.
 _RUNTIME = (
@@ -131,7 +129,13 @@ _RUNTIME = (
     ("moe", "enable_paged_experts", (False,), "--enable-paged-experts"),
     ("moe", "kt_weight_path", (None,), "--kt-weight-path"),
     ("features", "enable_memory_saver", (False,), "--enable-memory-saver"),
-    ("model", "load_format", _LOAD_FORMATS, "--load-format"),
+    ("model", "load_format", checkpoint_ledger.LOAD_FORMATS, "--load-format"),
+    (
+        "model",
+        "remote_instance_weight_loader_start_seed_via_transfer_engine",
+        (False,),
+        "--remote-instance-weight-loader-start-seed-via-transfer-engine",
+    ),
     ("model", "startup_weight_load_mode", ("serial",), "--startup-weight-load-mode"),
     ("model", "weight_cache_mode", ("off",), "--weight-cache-mode"),
     ("model", "quantize_and_serve", (False,), "--quantize-and-serve"),

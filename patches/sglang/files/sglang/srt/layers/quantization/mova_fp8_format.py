@@ -46,6 +46,7 @@ class MovaFp8Format:
 
     bf16_modules: frozenset[str]
     name = "K2-Horizon MoVA FP8"
+    updatable = False
 
     def inventory(self, model: torch.nn.Module) -> dict[str, Expected]:
         """Name -> class, full shape and place of every tensor of the checkpoint, for the rank of ``model``.
