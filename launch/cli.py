@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from launch import machine, memory, plan, recipe
+from launch import machine, memory, models, plan, recipe
 from qualify import catalogue, inspect, preflight
 from qualify.checkpoint import inspection, report
 from qualify.errors import CannotRun, Rejected, exit_code
@@ -67,6 +67,7 @@ def launch(artifact: str, passed: Sequence[str], own: set[str]) -> int:
         return 0
     start, drain = (_seconds(environment, *item) for item in (("START_SECONDS", 1800), ("DRAIN_SECONDS", 90)))
     result, facts = checkpoint(planned)
+    models.recognise(settings, result.config, planned.model)
     if trouble:
         raise trouble
     actual = machine.check(found, settings.targets, planned.tp, machine.image_cuda())
