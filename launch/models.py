@@ -27,8 +27,7 @@ def recognise(recipe: Recipe, config: Mapping[str, Any], planned: str | None = N
         )
     if planned not in (None, found.name):
         raise Rejected(
-            f"MODEL={planned}: config.json is that of {found}; leave MODEL out, or set MODEL_DIR to the folder with the "
-            "other config.json"
+            f"MODEL={planned}: config.json is that of {found}; leave MODEL out, or set MODEL_DIR to the other folder"
         )
     return found.name
 
