@@ -27,7 +27,8 @@ def recognise(recipe: Recipe, config: Mapping[str, Any], planned: str | None = N
         )
     if planned not in (None, found.name):
         raise Rejected(
-            f"MODEL={planned}: config.json is that of {found}; leave MODEL out, or set MODEL_DIR to the other folder"
+            f"the plan is for {planned}, and config.json is that of {found}: leave MODEL out, and let MODEL_DIR be the "
+            "folder with config.json"
         )
     return found.name
 

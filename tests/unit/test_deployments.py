@@ -6,6 +6,8 @@ import copy
 import importlib.resources
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import jsonschema
@@ -212,6 +214,9 @@ def test_two_nodes_start_the_printed_line_and_three_flags_more():
     [preflight] = pod["initContainers"]
     assert f"--tp={made.tp}" in preflight["args"] and f"--ep={made.ep}" in preflight["args"]
     assert preflight["image"] == engine["image"]
+    arguments = [word.replace("/models", "/nowhere") for word in preflight["args"][1:]]
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, "/nowhere" in done.stderr) == (2, True)  # every argument was understood
 
 
 def test_without_a_key_a_policy_says_who_gets_in():

@@ -120,7 +120,7 @@ def test_a_dense_config_need_not_count_its_experts(checkpoint):
 
 def test_a_size_that_contradicts_the_checkpoint_is_refused(checkpoint):
     for printing in (False, True):
-        with pytest.raises(Rejected, match=r"MODEL=375b-a23b: config\.json is that of 7b \(hidden_size 4096"):
+        with pytest.raises(Rejected, match=r"for 375b-a23b, and config\.json is that of 7b \(hidden_size 4096"):
             k2(checkpoint("7b"), MODEL="375b-a23b", printing=printing)
     with pytest.raises(Rejected, match="MODEL=9b: must be one of 7b, 32b, 375b-a23b"):
         k2(MODEL="9b")
