@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from launch import machine, memory, plan, recipe
+from launch import machine, memory, models, plan, recipe
 from qualify import catalogue, inspect, preflight
 from qualify.checkpoint import inspection, report
 from qualify.errors import CannotRun, Rejected, exit_code
@@ -69,6 +69,7 @@ def launch(artifact: str, passed: Sequence[str], own: set[str]) -> int:
     start = _seconds(environment, "START_SECONDS", START_SECONDS)
     drain = _seconds(environment, "DRAIN_SECONDS", DRAIN_SECONDS)
     result, facts = checkpoint(planned)
+    models.recognise(settings, result.config, planned.model)
     if trouble:
         raise trouble
     actual = machine.check(found, settings.targets, planned.tp, machine.image_cuda())

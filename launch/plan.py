@@ -12,6 +12,7 @@ from typing import Any
 
 from launch import arguments, refused
 from launch.engine_flags import Flag
+from launch.models import choose
 from launch.recipe import Recipe, Setting
 from qualify.errors import Rejected
 
@@ -59,6 +60,8 @@ class Plan:
     expect: dict[str, Any]
     uncatalogued: bool
     revision: str | None
+    #: the recipe's model that this is the plan of; None where it names none
+    model: str | None = None
     #: the server wants an API key; its value is not part of the plan while that is only printed
     keyed: bool = False
     key: str | None = field(repr=False, default=None)
@@ -94,6 +97,7 @@ class Plan:
         return {
             "artifact": self.artifact,
             "target": self.target,
+            "model": self.model,
             "flags": {name: {"value": c.value, "source": c.source} for name, c in self.choices.items()},
             "declared": self.declared,
             "expect": self.expect,
@@ -110,7 +114,8 @@ def build(
     """Make the plan for one target (sm90, ...).
 
     An unset variable and an empty one are the same. ``placeholders`` puts ``<NAME>`` where the operator has
-    not said what only the operator can say, and reads no file. Raises Rejected with what to change.
+    not said what only the operator can say, and reads no file but the ``config.json`` that says which of the recipe's
+    models it is. Raises Rejected with what to change.
     """
     environment = {name: value.strip() for name, value in environment.items() if value.strip()}
     arguments.refuse_remote_code(passed, environment)
@@ -120,10 +125,11 @@ def build(
     given = arguments.parse(passed)
     asked = _asked(recipe, environment, given)
     choices: dict[str, Choice] = {}
-    model = asked.get("--model-path")
-    if model is None and not placeholders:
+    path = asked.get("--model-path")
+    if path is None and not placeholders:
         raise Rejected("MODEL_DIR is not set: say which checkpoint to serve (the folder with config.json)")
-    _take(choices, "--model-path", *(model or ("<MODEL_DIR>", "MODEL_DIR")))
+    _take(choices, "--model-path", *(path or ("<MODEL_DIR>", "MODEL_DIR")))
+    model = choose(recipe, environment.get("MODEL"), path and path[0], placeholders)
     listen, key = _listening(asked, environment, placeholders)
     _take(choices, "--host", *listen)
     _take(choices, "--port", *asked.get("--port", (30000, "default")))
@@ -132,9 +138,11 @@ def build(
         raise Rejected(f"{OVERRIDES}: the config is served as inspected; what it lacks is declared by variables")
     if override:
         _take(choices, OVERRIDES, override, "declared by the operator")
-    tp = asked.get("--tp-size", (1, ""))[0]
-    settings = [s for s in recipe.settings if _holds(s, target, tp)]
+    settings = [s for s in recipe.settings if _holds(s, target, model)]
+    tp = asked.get("--tp-size", (next((s.value for s in settings if s.flag == "--tp-size"), 1), ""))[0]
     for setting in settings:
+        if setting.tp and tp not in setting.tp:
+            continue
         _take(choices, setting.flag, *asked.get(setting.flag, (setting.value, setting.reason)))
         if setting.fixed and choices[setting.flag].value != setting.value:
             raise Rejected(
@@ -151,15 +159,15 @@ def build(
             raise Rejected(f"{name} {choices[name].value}: must be between {smallest} and {largest:,}")
     made = Plan(
         recipe.artifact, target, choices, declared, recipe.expect, _yes(environment, "UNCATALOGUED"),
-        environment.get("REVISION"), bool(environment.get("API_KEY_FILE")), key,
+        environment.get("REVISION"), model, bool(environment.get("API_KEY_FILE")), key,
     )  # fmt: skip
     if made.tp % made.ep:
         raise Rejected(f"TP={made.tp} EP={made.ep}: EP divides TP")
     return made
 
 
-def _holds(setting: Setting, target: str, tp: int) -> bool:
-    return (not setting.targets or target in setting.targets) and (not setting.tp or tp in setting.tp)
+def _holds(setting: Setting, target: str, model: str | None) -> bool:
+    return (not setting.targets or target in setting.targets) and (not setting.models or model in setting.models)
 
 
 def _asked(recipe: Recipe, environment: Mapping[str, str], given: dict) -> dict[str, tuple[Any, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,23 @@ class Setting:
     #: architectures and tensor-parallel sizes that it holds for; empty means all
     targets: tuple[str, ...] = ()
     tp: tuple[int, ...] = ()
+    #: names of the recipe's models that it holds for; empty means all
+    models: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One named size of a recipe, and the numbers of ``config.json`` by which a checkpoint is known to have it."""
+
+    name: str
+    config: dict[str, int]
+
+    def matches(self, config: Mapping[str, Any]) -> bool:
+        """Whether a ``config.json`` has these numbers; a count that is absent or null is 0."""
+        return all((config.get(key) or 0) == value for key, value in self.config.items())
+
+    def __str__(self) -> str:
+        return f"{self.name} ({', '.join(f'{key} {value}' for key, value in self.config.items())})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +69,8 @@ class Recipe:
     refused: dict[str, str]
     #: field of ``/server_info`` -> value it must have besides the flags
     expect: dict[str, Any]
+    #: the sizes that a checkpoint must have one of; empty where every size is launched alike
+    models: tuple[Model, ...] = ()
 
 
 def load(artifact: str, folder: Path | None = None) -> Recipe:
@@ -72,18 +92,21 @@ def load(artifact: str, folder: Path | None = None) -> Recipe:
             raw["artifact"],
             {name: target["status"] for name, target in raw["targets"].items()},
             tuple(
-                Setting(**{**item, "targets": tuple(item.get("targets", ())), "tp": tuple(item.get("tp", ()))})
+                Setting(**item | {name: tuple(item.get(name, ())) for name in ("targets", "tp", "models")})
                 for item in launch["flags"]
             ),
             tuple(Declaration(**{**item, "values": tuple(item["values"])}) for item in launch.get("declarations", ())),
             {item["name"]: item["reason"] for item in launch.get("refused", ())},
             launch.get("expect", {}),
+            tuple(Model(item["name"], item["config"]) for item in launch.get("models", ())),
         )
         for setting in recipe.settings:
             if table()[setting.flag].name != setting.flag or not setting.reason:
                 raise ValueError(f"{setting.flag}: not the engine's first spelling, or without a reason")
             if unknown := set(setting.targets) - set(recipe.targets):
                 raise ValueError(f"{setting.flag}: no target {', '.join(sorted(unknown))}")
+            if unknown := set(setting.models) - {model.name for model in recipe.models}:
+                raise ValueError(f"{setting.flag}: no model {', '.join(sorted(unknown))}")
         for name in recipe.refused:
             if table()[name].name != name:
                 raise ValueError(f"{name}: not the engine's first spelling")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run tests/engine and tests/kernels inside the checked image of one artifact, as it runs in production: no network, read-only,
-# unprivileged:
+# unprivileged. One image stands for all: the engine lies in the layers that they share (tests/image holds them to it).
 #   tests/in_container.sh ARTIFACT
 set -euo pipefail
 artifact=${1:?ARTIFACT}

@@ -101,6 +101,14 @@ def test_one_layer_for_each_rate_of_change(image):
     assert 9 <= len(image["RootFS"]["Layers"]) <= 10
 
 
+def test_images_differ_in_their_last_layer_alone(client):
+    """That is why tests/in_container.sh tests the engine in one of them."""
+    layers = [client.inspect(f"{build.REPOSITORY}/{name}:candidate")["RootFS"]["Layers"] for name in ARTIFACTS]
+    assert len(layers) > 1
+    assert len({tuple(chain[:-1]) for chain in layers}) == 1
+    assert len({chain[-1] for chain in layers}) == len(layers)
+
+
 @pytest.fixture
 def checkout(tmp_path):
     """A copy of this checkout that may be changed."""

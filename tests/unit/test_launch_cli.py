@@ -36,13 +36,13 @@ def launch(monkeypatch, model, tmp_path, capsys):
     started = []
     monkeypatch.setattr(supervise, "serve", lambda *arguments: started.append(arguments) or 0)
 
-    def start(*passed: str, gpus=(H200,), **environment: str) -> tuple[int, str, str]:
+    def start(*passed: str, gpus=(H200,), artifact: str = "mova-fp8", **environment: str) -> tuple[int, str, str]:
         monkeypatch.setattr(machine, "query", lambda: Machine(tuple(gpus), "580.1", (13, 0)))
         for name, value in (
             {"MODEL_DIR": str(model), "ROUTER_PARTITIONS": "2", "UNCATALOGUED": "1"} | environment
         ).items():
             monkeypatch.setenv(name, value)
-        code = cli.main(["mova-fp8", *passed])
+        code = cli.main([artifact, *passed])
         return code, *capsys.readouterr()
 
     start.started = started
@@ -61,6 +61,44 @@ def test_starts_what_was_planned(launch, model):
     assert told["plan"]["declared"]["ROUTER_PARTITIONS"]["value"] == 2
     assert told["machine"]["gpus"][0]["name"] == "NVIDIA H200"
     assert len(told["checkpoint"]["identity"]["headers"]) == 64
+
+
+@pytest.fixture
+def dense(tmp_path) -> Path:
+    """One layer with the 7B's widths but for the vocabulary and the MLP."""
+    base = bases.b0()
+    base.config |= {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    for name, tensor in base.tensors.items():
+        wide = name.endswith(("gate_proj.weight", "up_proj.weight", "gate_proj.weight_scale", "up_proj.weight_scale"))
+        if name.endswith("_scale"):
+            tensor.shape = [extent * 128 for extent in tensor.shape]
+        rows = {"q_proj": 4096, "k_proj": 1024, "v_proj": 1024, "o_proj": 4096, "down_proj": 4096}
+        rows = rows.get(name.split(".")[-2], tensor.shape[0])
+        columns = 512 if "down_proj" in name else 4096
+        shape = [4096] if len(tensor.shape) == 1 else [512 if wide else rows, columns]
+        tensor.shape = [extent // 128 for extent in shape] if name.endswith("_scale") else shape
+    return base.write(tmp_path / "7b-one-layer")
+
+
+def test_the_size_comes_from_the_checkpoint(launch, dense):
+    code, out, err = launch("--check", artifact="k2-horizon-fp8", MODEL_DIR=str(dense), ROUTER_PARTITIONS="")
+    assert code == 0, err
+    told = json.loads(out.removeprefix("launch: "))
+    assert (told["plan"]["model"], told["plan"]["flags"]["--tp-size"]["value"]) == ("7b", 1)
+
+
+def test_another_size_than_the_checkpoints_is_refused(launch, dense):
+    k2 = {"artifact": "k2-horizon-fp8", "ROUTER_PARTITIONS": ""}
+    code, _, err = launch("--check", MODEL_DIR=str(dense), MODEL="375b-a23b", **k2)
+    assert (code, "config.json is that of 7b" in err) == (1, True)
+    code, _, err = launch("--check", **k2)  # a MoVA checkpoint: its inspection says more than its size would
+    assert (code, "the format is fp8-block; k2-horizon-fp8 serves" in err) == (1, True)
+
+
+def test_a_size_without_a_plan_is_refused_after_its_inspection(launch, tmp_path):
+    tiny = bases.b0().write(tmp_path / "tiny-dense")
+    code, _, err = launch("--check", artifact="k2-horizon-fp8", MODEL_DIR=str(tiny), ROUTER_PARTITIONS="")
+    assert (code, "config.json (hidden_size 256" in err) == (1, True)
 
 
 def test_check_starts_nothing(launch):

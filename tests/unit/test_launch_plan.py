@@ -14,7 +14,9 @@ import pytest
 
 from launch import arguments, plan, recipe, refused
 from launch.engine_flags import table
+from qualify import catalogue
 from qualify.errors import CannotRun, Rejected
+from qualify.models import assumed
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "recipes").glob("*-*.sh"))
@@ -46,7 +48,8 @@ def test_print_needs_nothing_and_is_one_line_that_a_shell_reads(script, tmp_path
     words = shlex.split(done.stdout)
     assert words[:2] == ["sglang", "serve"]
     assert "<MODEL_DIR>" in words
-    assert any("<ROUTER_PARTITIONS>" in word for word in words)
+    for declared in recipe.load(script.stem).declarations:
+        assert any(f"<{declared.variable}>" in word for word in words)
 
 
 def test_every_flag_of_a_recipe_is_the_engines_and_has_a_reason():
@@ -72,6 +75,83 @@ def test_sm120_has_no_fa3():
     assert build(target="sm120").value("--attention-backend") == "triton"
     with pytest.raises(Rejected, match="needs triton on sm120"):
         build("--attention-backend", "fa3", target="sm120")
+
+
+K2 = recipe.load("k2-horizon-fp8")
+SIZES = {model.name: model.config for model in K2.models}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A folder whose config.json is that of one size, with other values on top."""
+
+    def write(name: str, **changes) -> str:
+        (tmp_path / "config.json").write_text(json.dumps(SIZES[name] | changes))
+        return str(tmp_path)
+
+    return write
+
+
+def k2(folder: str = "/nowhere", *passed: str, printing: bool = False, **environment: str) -> plan.Plan:
+    said = {"MODEL_DIR": folder} if folder else {}
+    return plan.build(K2, said | environment, passed, "sm90", printing)
+
+
+@pytest.mark.parametrize(("name", "tp", "ep"), [("7b", 1, 1), ("32b", 2, 1), ("375b-a23b", 8, 8)])
+def test_the_size_decides_the_plan(checkpoint, name, tp, ep):
+    for made in (k2(checkpoint(name)), k2(checkpoint(name), MODEL=name), k2("", printing=True, MODEL=name)):
+        assert (made.model, made.tp, made.ep) == (name, tp, ep)
+        assert ("--ep-size" in made.arguments) is (ep > 1)
+    [entry] = [entry for entry in catalogue.load()["k2-horizon-fp8"].checkpoints if entry.name == name]
+    assert (tp, ep) in entry.topologies
+    assert "--ep-size 8" in k2("", printing=True, MODEL="375b-a23b").command
+
+
+def test_the_size_is_that_of_the_published_config(tmp_path):
+    published = (ROOT / "tests/data/K2-Horizon-7B-FP8.config.json").read_text()
+    (tmp_path / "config.json").write_text(published)
+    assert k2(str(tmp_path)).model == "7b"
+    assert SIZES["375b-a23b"].items() <= assumed.KNOWN_375B.items()
+
+
+def test_a_dense_config_need_not_count_its_experts(checkpoint):
+    assert k2(checkpoint("7b", num_experts=None)).model == "7b"
+
+
+def test_a_size_that_contradicts_the_checkpoint_is_refused(checkpoint):
+    for printing in (False, True):
+        with pytest.raises(Rejected, match=r"for 375b-a23b, and config\.json is that of 7b \(hidden_size 4096"):
+            k2(checkpoint("7b"), MODEL="375b-a23b", printing=printing)
+    with pytest.raises(Rejected, match="MODEL=9b: must be one of 7b, 32b, 375b-a23b"):
+        k2(MODEL="9b")
+    assert "MODEL=7b: leave it out" in refusal(MODEL="7b")
+
+
+def test_an_unknown_size_has_no_plan_to_print(checkpoint, tmp_path):
+    with pytest.raises(Rejected, match=r"hidden_size 4097, .*of no size that k2-horizon-fp8 has a plan for"):
+        k2(checkpoint("7b", hidden_size=4097), printing=True)
+    (tmp_path / "config.json").write_text("[")
+    with pytest.raises(Rejected, match=r"no usable config\.json to read the size from: set MODEL to 7b or 32b or"):
+        k2(str(tmp_path), printing=True)
+    assert k2(str(tmp_path), printing=True, MODEL="32b").model == "32b"
+
+
+def test_a_size_does_not_take_choices_away(checkpoint):
+    made = k2(checkpoint("375b-a23b"), "--tp-size", "4", EP="2", CONTEXT_LENGTH="4096")
+    assert (made.tp, made.ep, made.value("--context-length")) == (4, 2, 4096)
+    with pytest.raises(Rejected, match="needs triton"):
+        k2(checkpoint("375b-a23b"), "--moe-runner-backend", "cutlass")
+    with pytest.raises(Rejected, match="compressed-tensors kernel"):
+        k2(checkpoint("375b-a23b"), "--moe-a2a-backend", "deepep")
+    with pytest.raises(Rejected, match="EP divides TP"):
+        k2(checkpoint("375b-a23b"), TP="4")  # EP is 8 there
+
+
+def test_a_flag_for_a_size_that_is_not_there_is_our_fault(tmp_path):
+    text = (ROOT / "recipes/k2-horizon-fp8.toml").read_text()
+    (tmp_path / "k2-horizon-fp8.toml").write_text(text.replace('models = ["32b"]', 'models = ["33b"]'))
+    with pytest.raises(CannotRun, match="no model 33b"):
+        recipe.load("k2-horizon-fp8", tmp_path)
 
 
 def test_settings_follow_the_topology():

@@ -130,7 +130,7 @@ def test_test_does_everything_for_every_artifact(make):
         "python3 images/build.py alpha --cache /c",
         "python3 images/build.py beta --cache /c",
     ]
-    assert [call for call in calls if "in_container" in call] == ["in_container.sh alpha", "in_container.sh beta"]
+    assert [call for call in calls if "in_container" in call] == ["in_container.sh alpha"]  # the engine is one
     assert any("series.py check" in call for call in calls)
     assert make.tools.calls("pytest") == ["pytest -q tests/unit", "pytest -q tests/image"]
     assert {call.split()[0] for call in make.tools.calls()} == {"shellcheck", "hadolint", "ruff", "pytest"}

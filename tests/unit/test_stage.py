@@ -404,6 +404,42 @@ def test_artifacts_are_the_recipes(mini, monkeypatch):
     assert stage.artifacts() == ["mini", "other"]
 
 
+# This checkout
+
+
+@pytest.fixture(scope="module")
+def staged(tmp_path_factory) -> dict[str, Path]:
+    """The staged tree of every artifact of this checkout; wheels are empty files, and the series is not checked."""
+    cache = make_cache(tmp_path_factory.mktemp("cache") / "cache")
+    for locked in stage.read_lock():
+        (cache / "wheels" / locked.filename).touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage, "series", lambda *_: "0" * 64)
+        base = {"image": f"example.org/base@sha256:{'0' * 64}"}
+        return {artifact: stage.stage(artifact, cache, base)[0] for artifact in stage.artifacts()}
+
+
+def test_artifacts_differ_in_their_last_layer_alone(staged):
+    assert staged.keys() >= {"k2-horizon-fp8", "mova-fp8"}
+    shared = [{p: v for p, v in listing(folder).items() if not p.startswith("artifact")} for folder in staged.values()]
+    assert all(tree == shared[0] for tree in shared)
+    for artifact, folder in staged.items():
+        recipes = {path.name for path in (folder / "artifact/recipes").iterdir()}
+        assert recipes == {f"{artifact}.toml", f"{artifact}.sh", "lib.sh"}
+
+
+def test_a_staged_recipe_prints_what_the_checkout_prints(staged):
+    for artifact, folder in staged.items():
+        lines = [
+            subprocess.run(
+                [where / f"recipes/{artifact}.sh", "--print"], env={"PATH": os.environ["PATH"]}, cwd="/",
+                capture_output=True, text=True, check=True,
+            ).stdout
+            for where in (ROOT, folder / "artifact")
+        ]  # fmt: skip
+        assert lines[0] == lines[1] != ""
+
+
 # Layers
 
 
