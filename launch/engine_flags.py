@@ -21,6 +21,8 @@ TABLE = Path(__file__).with_name("engine_flags.json")
 
 #: argparse's ``nargs`` -> how many values a flag takes
 ARITY = {None: "one", 0: "none", "?": "optional", "+": "some", "*": "any"}
+#: argparse types that read JSON
+JSON = ("loads", "json_list_type")
 _NUMBER = re.compile(r"-?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?\Z")
 
 
@@ -41,23 +43,24 @@ class Flag:
 
     def value(self, text: str) -> Any:
         """The typed value of one argument. Raises Rejected with the flag's name."""
-        if not text or (text.startswith("-") and not _NUMBER.match(text)):
+        number = self.type in ("int", "human_readable_int", "float") and _NUMBER.match(text)
+        if not text or (text.startswith("-") and not number):
             # The engine reads its arguments again, and would take such a value for a flag.
             raise Rejected(f"{self.name} {text!r}: a value is not empty and does not begin with a dash")
         if self.choices is not None and text not in self.choices:
             raise Rejected(f"{self.name} {text}: must be one of {', '.join(self.choices)}")
         if self.type in ("int", "human_readable_int", "float"):
-            if not _NUMBER.match(text):
+            if not number:
                 raise Rejected(f"{self.name} {text}: must be a number")
-            number = float(text)
-            if not math.isfinite(number):
+            value = float(text)
+            if not math.isfinite(value):
                 raise Rejected(f"{self.name} {text}: must be a finite number")
             if self.type == "float":
-                return number
-            if not number.is_integer():
+                return value
+            if not value.is_integer():
                 raise Rejected(f"{self.name} {text}: must be a whole number")
-            return int(number)
-        if self.type == "loads":
+            return int(value)
+        if self.type in JSON:
             try:
                 return json.loads(text)
             except ValueError:
@@ -93,7 +96,7 @@ def generate() -> str:
         row = {
             "flags": action.option_strings,
             "field": action.dest,
-            "takes": ARITY[0] if "Const" in type(action).__name__ else ARITY[action.nargs],
+            "takes": ARITY[action.nargs],
             "type": getattr(action.type, "__name__", "str"),
         }
         if action.choices is not None:

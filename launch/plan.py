@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from launch import arguments, refused
-from launch.engine_flags import Flag
+from launch.engine_flags import JSON, Flag
 from launch.models import choose
 from launch.recipe import Recipe, Setting
 from qualify.errors import Rejected
@@ -188,10 +188,10 @@ def _take(choices: dict[str, Choice], name: str, value: Any, source: str) -> Non
     flag = arguments.lookup(name)
     if flag.arity == "none":
         words = [flag.name] if value else [name for name in flag.spellings if name.startswith("--no-")]
+    elif flag.type in JSON:
+        words = [flag.name, json.dumps(value)]
     elif isinstance(value, list):
         words = [flag.name, *map(str, value)]
-    elif isinstance(value, dict):
-        words = [flag.name, json.dumps(value)]
     else:
         words = [flag.name] if value is None else [flag.name, str(value)]
     choices[name] = Choice(flag, value, tuple(words), source)

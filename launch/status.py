@@ -19,7 +19,8 @@ LIVING = ("loading", "ready", "draining")
 def write(state: str, detail: str, **facts: Any) -> None:
     """Replace the file. ``state`` is loading, ready, draining, broken or stopped; ``detail`` one sentence."""
     new = FILE.with_name(f"{FILE.name}.{os.getpid()}")
-    new.write_text(json.dumps({"state": state, "detail": detail, "launcher": os.getpid(), **facts}) + "\n")
+    launcher = [os.getpid(), _started(os.getpid())]
+    new.write_text(json.dumps({"state": state, "detail": detail, "launcher": launcher, **facts}) + "\n")
     new.replace(FILE)
 
 
@@ -41,12 +42,22 @@ def claim() -> None:
     Raises CannotRun where it cannot be written, or belongs to a launch that is still there.
     """
     found = read()
-    owner = found.get("launcher", os.getpid())
-    if found["state"] in LIVING and owner != os.getpid() and Path(f"/proc/{owner}").exists():
-        raise CannotRun(
-            f"{FILE} belongs to a launch that is {found['state']} (pid {owner}): set HORIZON_STATUS to another"
-        )
+    match found.get("launcher"):
+        # A process of the same number that started at another time is another process.
+        case [int(pid), int(began)] if found["state"] in LIVING and pid != os.getpid() and _started(pid) == began:
+            raise CannotRun(
+                f"{FILE} belongs to a launch that is {found['state']} (pid {pid}): set HORIZON_STATUS to another"
+            )
     try:
         write("loading", "starting")
     except OSError as error:
         raise CannotRun(f"{FILE} cannot be written: {error.strerror}; set HORIZON_STATUS") from None
+
+
+def _started(pid: int) -> int:
+    """When a process started, in clock ticks since boot; -1 where there is none."""
+    try:
+        # pid (comm) state ...; comm may hold spaces and brackets, and the start is field 22
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return -1

@@ -21,7 +21,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from launch import effective, status
+from launch import effective, refused, status
 from launch.direct import OPENER
 from launch.plan import Plan
 from qualify.errors import CannotRun, Rejected
@@ -72,9 +72,10 @@ def serve(plan: Plan, record: dict[str, Any], start_seconds: float, drain_second
             print(f"launch: {state}: {detail}", flush=True)
 
     status.claim()
-    process = _start(plan, engine)
-    record = record | {"engine": process.pid}
+    process = None
     try:
+        process = _start(plan, engine)
+        record = record | {"engine": process.pid}
         tell("loading", f"{plan.artifact} from {plan.value('--model-path')}")
         watched = _until_ready(process, plan, url, stop, clock + start_seconds)
         if not stop.count:
@@ -87,8 +88,9 @@ def serve(plan: Plan, record: dict[str, Any], start_seconds: float, drain_second
         tell("broken", str(error) or type(error).__name__)
         raise
     finally:
-        _end(process.pid)
-        process.wait()
+        if process is not None:
+            _end(process.pid)
+            process.wait()
     tell("stopped", "no process of the engine is left")
     return 0
 
@@ -103,8 +105,11 @@ def local(host: str) -> str:
 
 def _start(plan: Plan, engine: list[str]) -> subprocess.Popen:
     # The engine asks itself over HTTP, with its key, when it warms up.
-    direct = ",".join(filter(None, [os.environ.get("no_proxy"), os.environ.get("NO_PROXY"), "127.0.0.1,::1,localhost"]))
-    environment = os.environ | OFFLINE | {"PYTHONPATH": str(ROOT), "no_proxy": direct, "NO_PROXY": direct}
+    ours = ["127.0.0.1", "::1", "localhost", local(plan.value("--host")).strip("[]")]
+    direct = ",".join(filter(None, [os.environ.get("no_proxy"), os.environ.get("NO_PROXY"), *ours]))
+    environment = (
+        refused.inherited(os.environ) | OFFLINE | {"PYTHONPATH": str(ROOT), "no_proxy": direct, "NO_PROXY": direct}
+    )
     # The output goes through us where there is a key in it to hide; otherwise the engine writes by itself.
     process = subprocess.Popen(
         engine, stdin=subprocess.PIPE, start_new_session=True, env=environment,

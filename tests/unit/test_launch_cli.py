@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -164,6 +165,7 @@ def test_the_tightest_gpu_counts(launch):
     tight = Gpu("NVIDIA H200", (9, 0), H200.total, 10 * GIB)
     for gpus in ([H200, tight], [tight, H200]):
         assert launch(gpus=gpus, TP="2", CONTEXT_LENGTH="4096")[0] == 2
+    assert launch(gpus=[H200, tight], TP="1", CONTEXT_LENGTH="4096")[0] == 0  # the second is not used
 
 
 def test_cache_memory_and_port_are_checked(launch, monkeypatch):
@@ -182,6 +184,14 @@ def test_flags_are_refused_before_a_missing_gpu(launch, monkeypatch):
 def test_target_of_the_gpu_decides(launch):
     launch("--attention-backend", "triton", gpus=[Gpu("RTX", (12, 0), 96 * GIB, 96 * GIB)], CONTEXT_LENGTH="4096")
     assert launch.started[0][0].value("--attention-backend") == "triton"
+
+
+def test_a_closed_log_is_not_the_exit_code():
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    for ending in ("| true; exit ${PIPESTATUS[0]}", ">&-"):
+        command = f"{sys.executable} -m launch mova-fp8 --print {ending}"
+        done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, ""), ending
 
 
 def test_help_and_no_artifact():

@@ -36,6 +36,7 @@ def refusal(kind, function, *arguments) -> str:
 def test_check_returns_the_target():
     assert machine.check(gpus(H200, H200), TARGETS, 2, (13, 0)) == "sm90"
     assert machine.check(gpus(H200, cuda=(13, 2)), TARGETS, 1, (13, 1)) == "sm90"
+    assert machine.check(gpus(H200, cuda=(13, 0)), TARGETS, 1, (13, 1)) == "sm90"  # minor versions are compatible
     other = Gpu("RTX", (12, 0), GIB, GIB)
     assert machine.check(gpus(H200, other), TARGETS, 1, (13, 0)) == "sm90"  # the second is not used
 

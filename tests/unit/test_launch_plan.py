@@ -232,6 +232,18 @@ def test_variable_and_argument_override_a_default():
         ([], {"SGLANG_EXTERNAL_MODEL_PACKAGE": "x"}, "environment SGLANG_EXTERNAL_MODEL_PACKAGE"),
         ([], {"SGLANG_GRPC_PORT": "1"}, "would change the engine"),
         ([], {"API_KEY": "0123456789abcdef"}, "set API_KEY_FILE"),
+        ([], {"SGLANG_CACHE_DIR": "/models/m"}, "environment SGLANG_CACHE_DIR"),
+        ([], {"SGL_FORCE_SHUTDOWN": "1"}, "environment SGL_FORCE_SHUTDOWN"),
+        ([], {"SGLANG_PORT": "8000"}, "environment SGLANG_PORT"),
+        ([], {"NVIDIA_TF32_OVERRIDE": "1"}, "environment NVIDIA_TF32_OVERRIDE"),
+        ([], {"HOST": "10.1.2.3"}, "without an API key"),
+        ([], {"SERVED_MODEL_NAME": "-1e5"}, "does not begin with a dash"),
+        (["--fastapi-root-path", "/health"], {}, "paths that need no key"),
+        (["--delete-ckpt-after-loading"], {}, "never touched"),
+        (["--tokenizer-path", "/m"], {}, "nobody has inspected"),
+        (["--moe-dp-size", "2"], {}, "only tensor and expert parallelism"),
+        (["--kv-events-config", "{}"], {}, "one port is served"),
+        (["--cpu-offload-gb", "8"], {}, "strict loader"),
         ([], {"ALLOW_NO_KEY": "yes"}, "ALLOW_NO_KEY=yes"),
         ([], {"UNCATALOGUED": "true"}, "UNCATALOGUED=true"),
         ([], {"SGLANG_FP8_IGNORED_LAYERS": "lm_head"}, "environment SGLANG_FP8_IGNORED_LAYERS"),
@@ -323,6 +335,21 @@ def test_refusals_are_the_engines_flags():
 
 def test_variables_that_change_nothing_are_taken():
     assert build(SGLANG_LOG_MS="1", REVISION=" " + "a" * 40 + " ").revision == "a" * 40
+
+
+def test_service_links_of_kubernetes_are_no_settings():
+    links = {"SGLANG_SERVICE_HOST": "10.0.0.1", "SGLANG_SERVICE_PORT_HTTP": "80", "SGLANG_PORT": "tcp://10.0.0.1:80"}
+    links |= {"SGLANG_PORT_80_TCP_ADDR": "10.0.0.1"}
+    assert build(**links).tp == 1
+    assert refused.inherited(links | {"SGLANG_LOG_MS": "1", "SGLANG_WARMUP_TIMEOUT": " ", "A": ""}) == {
+        "SGLANG_LOG_MS": "1",
+        "A": "",
+    }
+
+
+def test_json_is_handed_on_as_json():
+    made = build("--extra-metric-labels", "[1]", "--preferred-sampling-params", '{"top_k": 3}')
+    assert made.arguments[-4:] == ["--extra-metric-labels", "[1]", "--preferred-sampling-params", '{"top_k": 3}']
 
 
 def test_values_that_look_odd_and_are_fine():

@@ -251,6 +251,25 @@ def test_a_proxy_sees_neither_key_nor_probe(launch, tmp_path):
     assert one.health()[0] == 0
     environment = Path(f"/proc/{one.state()['engine']}/environ").read_bytes()
     assert b"no_proxy=127.0.0.1" in environment
+    assert b"NO_PROXY=127.0.0.1" in environment
+
+
+def test_no_proxy_names_the_address_that_the_engine_asks_itself_at(launch, tmp_path):
+    (tmp_path / "key").write_text(KEY)
+    one = launch({}, API_KEY_FILE=str(tmp_path / "key"), HOST="127.0.0.2").until("ready")
+    variables = Path(f"/proc/{one.state()['engine']}/environ").read_bytes().split(b"\0")
+    [direct] = [variable for variable in variables if variable.startswith(b"no_proxy=")]
+    assert b"127.0.0.2" in direct.split(b",")
+
+
+@pytest.mark.parametrize("state", ["loading", "ready", "draining"])
+def test_the_status_of_a_dead_launch_is_taken_over(launch, tmp_path, state):
+    (tmp_path / "status.json").write_text(json.dumps({"state": state, "detail": "x", "launcher": [1, -5]}))
+    one, deadline = launch(), time.time() + 60
+    while one.state()["launcher"][0] == 1:
+        assert time.time() < deadline
+        time.sleep(0.05)
+    one.until("ready")
 
 
 def test_the_engine_gets_no_foreign_modules_and_stays_offline(launch):
@@ -278,7 +297,7 @@ def test_a_status_file_that_cannot_be_written(launch):
 def test_a_closed_log_does_not_end_the_server(launch):
     one = launch().until("ready")
     one.process.stdout.close()
-    one.process.terminate()
+    one.process.send_signal(signal.SIGTERM)
     assert one.process.wait(timeout=60) == 0
     assert one.state()["state"] == "stopped"
 
