@@ -77,7 +77,13 @@ def _gemm(
     )  # fmt: skip
 
 
-def _check(x: torch.Tensor, experts: E2M1Experts, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> None:
+def _check(
+    x: torch.Tensor,
+    experts: E2M1Experts,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    out: torch.Tensor | None,
+) -> None:
     if x.dtype != torch.bfloat16 or x.dim() != 2 or x.shape[1] != experts.hidden_size or x.stride(1) != 1:
         raise ValueError(
             f"x is {x.dtype} {tuple(x.shape)}, expected torch.bfloat16 [tokens, {experts.hidden_size}] with unit "
@@ -92,6 +98,14 @@ def _check(x: torch.Tensor, experts: E2M1Experts, topk_weights: torch.Tensor, to
             f"topk_weights {tuple(topk_weights.shape)} and topk_ids {tuple(topk_ids.shape)} must both be contiguous "
             f"[{x.shape[0]}, top_k]."
         )
+    if topk_weights.dtype != torch.float32:
+        raise ValueError(f"topk_weights is {topk_weights.dtype}, expected torch.float32.")
+    # The kernels write whole rows of it without looking at strides.
+    if out is not None and (out.dtype != torch.bfloat16 or out.shape != x.shape or not out.is_contiguous()):
+        raise ValueError(f"out is {out.dtype} {tuple(out.shape)}, expected contiguous torch.bfloat16 {tuple(x.shape)}.")
+    for name, tensor in (("topk_weights", topk_weights), ("topk_ids", topk_ids), ("out", out), ("w13", experts.w13)):
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device}, and x on {x.device}.")
 
 
 def fused_experts(
@@ -112,9 +126,9 @@ def fused_experts(
     returns       bfloat16 [T, H] (``out`` if given)
 
     Roundings: SiLU(gate) * up once to BF16, each weighted route once to BF16, the sum once to BF16; FP32 between.
-    Raises ValueError, naming the tensor, for a wrong dtype or shape.
+    ``out`` is contiguous. Raises ValueError, naming the tensor, for a wrong dtype, shape, layout or device.
     """
-    _check(x, experts, topk_weights, topk_ids)
+    _check(x, experts, topk_weights, topk_ids, out)
     tokens, top_k = topk_ids.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     if tokens == 0:
