@@ -260,6 +260,8 @@ def test_a_sitting_that_is_broken_off(suite, number):
     process = subprocess.Popen(
         suite.command("--only", *SERVED), env=suite.environment({"slow": 30}), cwd=suite.folder,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        # A shell starts what runs in its background with SIGINT ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     deadline = time.time() + 30
     while not (suite.out / "work/status.json").exists():
@@ -493,7 +495,8 @@ def test_a_run_directory_of_something_else(passed, tmp_path):
     [
         (["--target", "a100"], {}, 1, "target 'a100' is unknown: give h200 or sm120"),
         (["--artifact", "nothing"], {}, 1, "artifact 'nothing' is unknown"),
-        (["--artifact", "k2-horizon-fp8"], {}, 1, "cannot be launched yet"),
+        (["--artifact", "e2m1-k32"], {}, 1, "cannot be launched yet"),
+        (["--artifact", "k2-horizon-fp8"], {}, 1, "this is the image of mova-fp8"),
         (["--model-dir", "/nowhere"], {}, 2, "/nowhere"),
         (["--model-dir", f"{ROOT}/docs"], {}, 1, "there is no config.json"),
         (["--tp", "2"], {}, 2, "2 GPUs are needed and 1 are visible"),
