@@ -46,7 +46,7 @@ class Buffer:
         pass
 
     def get_dispatch_layout(self, topk_idx, num_experts, **_):
-        """Tokens for each rank and each expert, and which token goes to which rank; ``topk_idx`` is int64, -1 = none."""
+        """Tokens for each rank and for each expert, and which token goes to which rank; -1 is no expert."""
         assert topk_idx.dtype == torch.int64
         local = num_experts // self.group_size
         ranks = torch.where(topk_idx < 0, -1, topk_idx // local)

@@ -1,4 +1,4 @@
-"""One forward pass of routed experts through the engine's DeepEP path on CPU ranks, against the checkpoint's own tensors.
+"""Forward passes of routed experts through the engine's DeepEP path on CPU ranks, against the checkpoint's tensors.
 
 Real are the layer, its choice of runner, the dispatcher with its metadata, both permutations and the order of tensors
 that the runner multiplies. Stand-ins in PyTorch are what needs a GPU: the transport (``tests.deep_ep_stand_in``), the
@@ -88,7 +88,8 @@ def reference(x, weights, ids, source) -> torch.Tensor:
 
 def dequantised(source, name: str) -> torch.Tensor:
     """A block-FP8 weight of the checkpoint as float64."""
-    scale = next(source[f"{name}.{leaf}"] for leaf in ("weight_scale", "weight_scale_inv") if f"{name}.{leaf}" in source)
+    leaf = "weight_scale" if f"{name}.weight_scale" in source else "weight_scale_inv"
+    scale = source[f"{name}.{leaf}"]
     return source[f"{name}.weight"].double() * scale.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
 
 

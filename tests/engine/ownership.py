@@ -39,7 +39,8 @@ TIMEOUT = 120
 @dataclass(frozen=True)
 class Case:
     """One topology: ``pp`` stages of ``tp`` ranks, over which ``ep`` groups of experts are spread. ``a2a`` is the
-    all-to-all backend, in ``mode``: with it a forward pass of experts follows the load. ``works`` says whether it can serve the model; ``lacks`` is a tensor taken out of the files."""
+    all-to-all backend, ``mode`` how it dispatches in the forward passes of experts that then follow the load. ``works``
+    says whether it can serve the model; ``lacks`` is a tensor taken out of the files."""
 
     model: str
     tp: int = 1
