@@ -4,10 +4,10 @@
 
 One rank owns all experts, at true width. Both sides run the same tensors on the same tokens and routes. DeepEP's
 kernels do not take part: ``tests.deep_ep_stand_in`` loops tokens back, and only what follows it is timed: permutation,
-both grouped GEMMs, activation and the weighted sum (that of low latency is DeepEP's own, and is not in the time). Triton
-is timed from BF16 tokens to BF16 tokens, so its side has the quantisation too, which DeepEP does before it sends.
-Medians of CUDA event times; compilation comes before them. Needs a GPU of compute capability 9.0 and ``sglang`` with
-the series.
+both grouped GEMMs, activation and the weighted sum (that of low latency is DeepEP's own, and is not in the time).
+Triton is timed from BF16 tokens to BF16 tokens, so its side has the quantisation too, which DeepEP does before it
+sends. Medians of CUDA event times; compilation comes before them. Needs a GPU of compute capability 9.0 and ``sglang``
+with the series.
 """
 
 from __future__ import annotations
