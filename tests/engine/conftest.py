@@ -9,6 +9,7 @@ from qualify import engine_cpu
 from qualify.checks.conftest import loaded_mova, tiny_dense, tiny_moe, tiny_mova  # noqa: F401 - fixtures
 from qualify.checks.loading import PROVENANCE, read_checkpoint
 from qualify.models import MOVA_CONFIG
+from tests.engine import ownership_run
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -41,6 +42,12 @@ def source(tiny_mova):  # noqa: F811 - the fixture
 def empty(tiny_mova):  # noqa: F811 - the fixture
     """The built model, nothing loaded."""
     return engine_cpu.empty_model(tiny_mova, overrides=PROVENANCE)
+
+
+@pytest.fixture(scope="session")
+def ownership(tmp_path_factory):
+    """Case name of ``tests.engine.ownership`` -> what every rank of it reported."""
+    return ownership_run.run(tmp_path_factory.mktemp("ownership"))
 
 
 @pytest.fixture

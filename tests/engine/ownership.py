@@ -27,6 +27,8 @@ from safetensors.torch import save_file
 from qualify import engine_cpu
 from qualify.checks.loading import PROVENANCE, read_checkpoint
 from qualify.models import k2_horizon_sglang
+from tests import deep_ep_stand_in
+from tests.engine import deepep_forward
 from tests.engine.restoring import flip, load_presharded, updater
 
 MODELS = ("dense", "kv2", "moe", "mova")
@@ -38,14 +40,16 @@ TIMEOUT = 120
 @dataclass(frozen=True)
 class Case:
     """One topology: ``pp`` stages of ``tp`` ranks, over which ``ep`` groups of experts are spread. ``a2a`` is the
-    all-to-all backend. ``works`` says whether it can serve the model; ``lacks`` is a tensor taken out of the files;
-    a ``restored`` one comes from a presharded copy, which is also restored with a damaged file of the last rank."""
+    all-to-all backend, ``mode`` how it dispatches in the forward passes of experts that then follow the load. ``works``
+    says whether it can serve the model; ``lacks`` is a tensor taken out of the files; a ``restored`` one comes from a
+    presharded copy, which is also restored with a damaged file of the last rank."""
 
     model: str
     tp: int = 1
     ep: int = 1
     pp: int = 1
     a2a: str = "none"
+    mode: str = "normal"
     works: bool = True
     lacks: str = ""
     restored: bool = False
@@ -53,7 +57,7 @@ class Case:
     @property
     def name(self) -> str:
         """The topology as a test is named after it."""
-        a2a = "" if self.a2a == "none" else f"-{self.a2a}"
+        a2a = "" if self.a2a == "none" else f"-{self.a2a}-{self.mode}"
         lacks = f"-lacks-{self.lacks}" if self.lacks else ""
         restored = "-restored" if self.restored else ""
         return f"{self.model}-tp{self.tp}-ep{self.ep}-pp{self.pp}{a2a}{lacks}{restored}"
@@ -82,9 +86,12 @@ CASES = [
     Case("mova", tp=2, ep=2, a2a="deepep"),
     Case("moe", tp=2, ep=2, restored=True),
     Case("mova", tp=2, ep=2, restored=True),
+    Case("mova", tp=2, ep=2, a2a="deepep", mode="low_latency"),
+    Case("moe", tp=2, ep=2, a2a="deepep"),
+    Case("moe", tp=2, ep=2, a2a="deepep", mode="low_latency"),
     Case("dense", tp=2, ep=2, works=False),
     Case("moe", tp=4, works=False),
-    Case("moe", tp=2, ep=2, a2a="deepep", works=False),
+    Case("moe", tp=2, a2a="deepep", works=False),
     Case("mova", tp=4, works=False),
     Case("moe", tp=2, ep=2, lacks="model.layers.4.mlp.experts.3.up_proj.weight_scale"),
     Case("moe", pp=2, lacks="model.norm.weight"),
@@ -211,14 +218,15 @@ def on_rank(case: Case, world_rank: int, meeting: str, directory: Path, intact: 
         ep_size=case.ep,
         pp_size=case.pp,
         moe_a2a_backend=case.a2a,
-        deepep_mode="normal",
+        deepep_mode=case.mode,
     )
     publish(args, role="test", ranks=SpawnRanks(world_rank=world_rank))
     get_parallel().override_permanently(world_group=parallel_state._WORLD)
     parallel_state.initialize_model_parallel(backend="gloo")
     initialize_moe_config()
     if case.a2a != "none":
-        without_gpu_dispatcher()
+        deepep_forward.enable()
+        deep_ep_stand_in.connect(get_parallel().tp_group.cpu_group)
     overrides = PROVENANCE if case.model == "mova" else {}
     told = {}
     try:
@@ -241,6 +249,8 @@ def on_rank(case: Case, world_rank: int, meeting: str, directory: Path, intact: 
     if case.tp > 1:
         neighbour = wanted(config, source, Rank(case, (world_rank + 1) % case.tp), layers)
         result["like_neighbour"] = not differences(model, neighbour)
+    if case.a2a != "none":
+        result["forward"] = deepep_forward.errors(model, source, world_rank)
     return result
 
 
@@ -290,14 +300,6 @@ def without_gpu_communicators() -> None:
     parallel_state.set_custom_all_reduce(False)
 
 
-def without_gpu_dispatcher() -> None:
-    """The dispatcher of an all-to-all backend needs GPUs and holds no weights: give the layers the plain one."""
-    from sglang.srt.layers.moe.fused_moe_triton import layer
-    from sglang.srt.layers.moe.token_dispatcher import StandardDispatcher
-
-    layer.create_moe_dispatcher = lambda config, **kwargs: StandardDispatcher(config)
-
-
 def run_case(case: Case, directory: Path, intact: Path, folder: Path) -> list[dict]:
     """Fork the ranks of a topology, which load ``directory``; return what each of them wrote."""
     world = case.tp * case.pp
@@ -338,6 +340,7 @@ def main() -> int:
     parser.add_argument("--only", help="names of cases that contain this")
     args = parser.parse_args()
     engine_cpu.prepare_process()
+    deep_ep_stand_in.install()
     from sglang.srt.models.registry import ModelRegistry
 
     ModelRegistry.resolve_model_cls("K2HorizonForCausalLM")

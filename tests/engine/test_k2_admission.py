@@ -428,8 +428,8 @@ def test_an_all_to_all_backend_without_a_kernel_is_refused(moe, dense, monkeypat
     from sglang.srt.layers.moe.utils import MoeA2ABackend
     from sglang.srt.layers.quantization import k2_horizon_fp8
 
-    monkeypatch.setattr(k2_horizon_fp8, "get_moe_a2a_backend", lambda: MoeA2ABackend.DEEPEP)
-    assert "--moe-a2a-backend deepep" in refusal(moe)
+    monkeypatch.setattr(k2_horizon_fp8, "get_moe_a2a_backend", lambda: MoeA2ABackend.MOONCAKE)
+    assert "--moe-a2a-backend mooncake" in refusal(moe)
     build(dense)
 
 

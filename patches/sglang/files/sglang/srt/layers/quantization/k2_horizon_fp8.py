@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.layer_boundary import is_dense_ffn_fully_dp
 from sglang.srt.layers.moe import get_moe_a2a_backend
-from sglang.srt.layers.quantization import mova_fp8
+from sglang.srt.layers.quantization import deepep_admission, mova_fp8
 from sglang.srt.layers.quantization.k2_horizon_fp8_format import K2HorizonFp8Format, Module, fused_sets, modules
 from sglang.srt.layers.quantization.mova_fp8 import bad_value, check_config, check_runtime
 from sglang.srt.layers.quantization.mova_fp8_format import BLOCK
@@ -113,6 +113,7 @@ def admit(config: Any, quant_config: Any) -> None:
         moe_tp=parallel.moe_tp_size,
         attn_tp=parallel.attn_tp_size,
         mlp_tp=1 if is_dense_ffn_fully_dp() else parallel.tp_size,
+        deepep=get_moe_a2a_backend().is_deepep(),
     )
     spell_out(config, quant_config, quantised)
     quant_config.checkpoint_format = K2HorizonFp8Format(quantised)
@@ -134,10 +135,12 @@ def check_architecture(config: Any) -> None:
     if config.num_attention_heads % config.num_key_value_heads:
         raise bad_value("num_key_value_heads", config.num_key_value_heads, "a divisor of num_attention_heads")
     backend = get_moe_a2a_backend()
-    if config.num_experts and not backend.is_none():
+    if config.num_experts and backend.is_deepep():
+        deepep_admission.check(FORMAT, config.hidden_size)
+    elif config.num_experts and not backend.is_none():
         raise ValueError(
             f"{FORMAT} experts are not served with --moe-a2a-backend {backend.value}, for which the engine has no "
-            "compressed-tensors kernel: remove the flag."
+            "compressed-tensors kernel: use deepep, or remove the flag."
         )
 
 
@@ -266,15 +269,24 @@ def matches(where: str, entries: Iterable[str], names: list[str]) -> set[str]:
 
 
 def check_topology(
-    config: Any, quantised: frozenset[str], *, tp: int, ep: int, moe_tp: int, attn_tp: int, mlp_tp: int
+    config: Any,
+    quantised: frozenset[str],
+    *,
+    tp: int,
+    ep: int,
+    moe_tp: int,
+    attn_tp: int,
+    mlp_tp: int,
+    deepep: bool = False,
 ) -> None:
     """Check heads, experts and 128-blocks against the parallel sizes; the message shows the arithmetic.
 
     ``tp`` and ``ep`` are the sizes asked for; ``moe_tp`` ranks share one expert, ``attn_tp`` one attention and
-    ``mlp_tp`` one dense MLP. Raises ``ValueError``.
+    ``mlp_tp`` one dense MLP. Under ``deepep`` every rank has the whole shared expert. Raises ``ValueError``.
     """
     kinds = _kinds(config, quantised)
-    fault = _topology_fault(config, kinds, tp=tp, ep=ep, moe_tp=moe_tp, attn_tp=attn_tp, mlp_tp=mlp_tp)
+    shared = 1 if deepep else tp
+    fault = _topology_fault(config, kinds, tp=tp, ep=ep, moe_tp=moe_tp, attn_tp=attn_tp, mlp_tp=mlp_tp, shared=shared)
     if fault is None:
         return
     sizes = (1, 2, 4, 8, 16)
@@ -282,7 +294,10 @@ def check_topology(
         (t, e)
         for t in sizes
         for e in sizes
-        if t % e == 0 and _topology_fault(config, kinds, tp=t, ep=e, moe_tp=t // e, attn_tp=t, mlp_tp=t) is None
+        if (t == e > 1 if deepep else t % e == 0)
+        and not _topology_fault(
+            config, kinds, tp=t, ep=e, moe_tp=t // e, attn_tp=t, mlp_tp=t, shared=1 if deepep else t
+        )
     ]
     raise ValueError(
         f"--tp-size {tp} with --ep-size {ep} cannot serve this model: {fault}; (TP, EP) pairs that work: "
@@ -313,7 +328,7 @@ def _kinds(config: Any, quantised: frozenset[str]) -> list[tuple[str, str, tuple
 
 
 def _topology_fault(
-    config: Any, kinds: list, *, tp: int, ep: int, moe_tp: int, attn_tp: int, mlp_tp: int
+    config: Any, kinds: list, *, tp: int, ep: int, moe_tp: int, attn_tp: int, mlp_tp: int, shared: int
 ) -> str | None:
     heads, kv_heads, experts = config.num_attention_heads, config.num_key_value_heads, config.num_experts
     if heads % attn_tp:
@@ -324,7 +339,7 @@ def _topology_fault(
         return "the model has no routed experts"
     if experts % ep:
         return f"{experts} experts % {ep} expert-parallel ranks = {experts % ep}"
-    ranks = {"self_attn": attn_tp, "expert": moe_tp, "mlp": mlp_tp, "mlp.shared_experts": tp}
+    ranks = {"self_attn": attn_tp, "expert": moe_tp, "mlp": mlp_tp, "mlp.shared_experts": shared}
     for part, leaf, shape, block in kinds:
         ways = min(attn_tp, kv_heads) if leaf in ("k_proj", "v_proj") else ranks[part]
         by_columns = leaf in ("o_proj", "down_proj")

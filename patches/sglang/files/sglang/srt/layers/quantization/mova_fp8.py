@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from sglang.srt.environ import envs
+from sglang.srt.layers.moe import get_moe_a2a_backend
+from sglang.srt.layers.quantization import deepep_admission
 from sglang.srt.layers.quantization.mova_fp8_format import (
     BLOCK,
     MovaFp8Format,
@@ -192,6 +194,8 @@ def admit(config: Any, quant_config: Any) -> None:
     check_effective_format(quant_config)
     check_scope(config, declared)
     check_effective_scope(quant_config, declared)
+    if get_moe_a2a_backend().is_deepep():
+        deepep_admission.check("MoVA FP8", config.hidden_size)
     parallel = get_parallel()
     check_topology(
         config,
