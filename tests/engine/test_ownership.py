@@ -44,19 +44,19 @@ def test_a_lost_tensor_is_refused_where_it_belongs_and_there_alone(ownership, ca
 
 
 @pytest.mark.parametrize("case", [case for case in WORKING if case.restored], ids=lambda case: case.name)
-def test_a_restored_rank_came_from_its_copy_and_sees_its_own_damage(results, case):
+def test_a_restored_rank_came_from_its_copy_and_sees_its_own_damage(ownership, case):
     """That it holds its share is tested with the others."""
-    first, last = results[case.name]["ranks"]
+    first, last = ownership[case.name]["ranks"]
     assert first["restores"] == last["restores"] == [False, True]
     assert first["damaged"] is None
     assert "holds other bytes for" in last["damaged"]
 
 
 @pytest.mark.parametrize("case", [case for case in WORKING if case.restored], ids=lambda case: case.name)
-def test_ranks_update_all_or_none(results, case):
+def test_ranks_update_all_or_none(ownership, case):
     """The tensor that rank 1 lacks, both refuse; then both hold their share of the whole update. MoVA takes neither."""
     wanted = [False, False, False] if case.model == "mova" else [False, True, True]
-    for rank in results[case.name]["ranks"]:
+    for rank in ownership[case.name]["ranks"]:
         assert rank["updates"] == wanted
 
 
