@@ -9,7 +9,7 @@ from qualify import engine_cpu
 from qualify.checks.conftest import loaded_mova, tiny_dense, tiny_moe, tiny_mova  # noqa: F401 - fixtures
 from qualify.checks.loading import PROVENANCE, read_checkpoint
 from qualify.models import MOVA_CONFIG
-from tests.engine import ownership_run
+from tests.engine import ownership_run, strict
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -52,12 +52,5 @@ def ownership(tmp_path_factory):
 
 @pytest.fixture
 def refusal():
-    """Return a function that calls its first argument with the others and returns the ledger's refusal."""
-    from sglang.srt.model_loader.checkpoint_ledger import CheckpointRefused
-
-    def call(action, *args, **kwargs):
-        with pytest.raises(CheckpointRefused) as caught:
-            action(*args, **kwargs)
-        return str(caught.value)
-
-    return call
+    """:func:`tests.engine.strict.refusal`."""
+    return strict.refusal

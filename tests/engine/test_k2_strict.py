@@ -10,6 +10,7 @@ from qualify import engine_cpu
 from qualify.checks.loading import faults, read_checkpoint
 from qualify.models import assumed, k2_horizon
 from qualify.synth import layout
+from tests.engine.strict import Untouchable, forward, refusal
 
 CPU = torch.device("cpu")
 DTYPES = {"BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn}
@@ -43,25 +44,6 @@ def postprocess(model):
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     DefaultModelLoader.postprocess_weights(model, CPU)
-
-
-class Untouchable:
-    """An iterator that fails the test when anybody asks it for a tensor."""
-
-    def __iter__(self):
-        pytest.fail("the iterator of a refused load was touched")
-
-
-def refusal(action, *args, **kwargs):
-    from sglang.srt.model_loader.checkpoint_ledger import CheckpointRefused
-
-    with pytest.raises(CheckpointRefused) as caught:
-        action(*args, **kwargs)
-    return str(caught.value)
-
-
-def forward(model):
-    return model.forward(None, None, None)
 
 
 # --- what loads -------------------------------------------------------------------------------------------------

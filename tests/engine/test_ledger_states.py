@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.engine.mutations import EXPERTS
+from tests.engine.strict import Untouchable, forward
 
 CPU = torch.device("cpu")
 
@@ -12,17 +13,6 @@ def post_process(model):
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     DefaultModelLoader.postprocess_weights(model, CPU)
-
-
-def forward(model):
-    return model.forward(None, None, None)
-
-
-class Untouchable:
-    """Files or weights of a load that is refused before it looks at them."""
-
-    def __iter__(self):
-        pytest.fail("what a refused load was given was touched")
 
 
 # --- files ------------------------------------------------------------------------------------------------------

@@ -7,22 +7,12 @@ import pytest
 import torch
 
 from qualify import engine_cpu
-from qualify.checks.loading import PROVENANCE, faults, read_checkpoint
+from qualify.checks.loading import PROVENANCE, faults
 from qualify.models import k2_horizon
 from tests.engine.mutations import DOWN, GATE, NORM, ROUTER, SCALE, SHARED, UP
+from tests.engine.strict import Untouchable, forward, refusal
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def source(tiny_mova):
-    return read_checkpoint(tiny_mova)
-
-
-@pytest.fixture
-def empty(tiny_mova):
-    """The built model, nothing loaded."""
-    return engine_cpu.empty_model(tiny_mova, overrides=PROVENANCE)
 
 
 @pytest.fixture
@@ -32,25 +22,6 @@ def loaded(empty, source):
 
     DefaultModelLoader.postprocess_weights(empty, CPU)
     return empty
-
-
-class Untouchable:
-    """An iterator that fails the test when anybody asks it for a tensor."""
-
-    def __iter__(self):
-        pytest.fail("the iterator of a refused load was touched")
-
-
-def refusal(action, *args, **kwargs):
-    from sglang.srt.model_loader.checkpoint_ledger import CheckpointRefused
-
-    with pytest.raises(CheckpointRefused) as caught:
-        action(*args, **kwargs)
-    return str(caught.value)
-
-
-def forward(model):
-    return model.forward(None, None, None)
 
 
 # --- one report -------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from qualify import engine_cpu
 from qualify.checks.loading import PROVENANCE, faults
 from tests.engine.restoring import flip, load_presharded
+from tests.engine.strict import Untouchable
 
 
 @pytest.fixture(autouse=True)
@@ -91,11 +92,6 @@ def edit_norm(folder: Path, edit) -> None:
     tensors = load_file(path)
     edit(tensors)
     save_file(tensors, path)
-
-
-class Untouchable:
-    def __iter__(self):
-        pytest.fail("the iterator of a refused load was touched")
 
 
 # --- what is restored -------------------------------------------------------------------------------------------
