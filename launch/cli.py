@@ -59,15 +59,16 @@ def launch(artifact: str, passed: Sequence[str], own: set[str]) -> int:
             found = machine.query()
         except CannotRun as error:  # what is wrong with the input is said first
             trouble = error
-    target = environment.get("TARGET", "").strip() or next(iter(settings.targets))
-    if found and found.gpus and not environment.get("TARGET") and found.gpus[0].target in settings.targets:
+    target = environment.get("TARGET", "").strip()
+    if not target and found and found.gpus and found.gpus[0].target in settings.targets:
         target = found.gpus[0].target
+    target = target or next(iter(settings.targets))
     planned = plan.build(settings, environment, passed, target, printing)
     if printing:
         inspect.emit(json.dumps(planned.as_dict(), indent=1) if "--json" in own else planned.command)
         return 0
-    start = _seconds(environment, "START_SECONDS", START_SECONDS)
-    drain = _seconds(environment, "DRAIN_SECONDS", DRAIN_SECONDS)
+    start = seconds(environment, "START_SECONDS", START_SECONDS)
+    drain = seconds(environment, "DRAIN_SECONDS", DRAIN_SECONDS)
     result, facts = checkpoint(planned)
     models.recognise(settings, result.config, planned.model)
     if trouble:
@@ -146,7 +147,8 @@ def fit(planned: plan.Plan, result: inspection.Inspection, found: machine.Machin
     return fits
 
 
-def _seconds(environment: dict[str, str], name: str, default: float) -> float:
+def seconds(environment: dict[str, str], name: str, default: float) -> float:
+    """The number of seconds in a variable. Raises Rejected where it is none."""
     text = environment.get(name, "").strip()
     if not text:
         return default

@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from launch import proc
 from qualify.errors import CannotRun
 
 FILE = Path(os.environ.get("HORIZON_STATUS") or "/tmp/horizon-status.json")
@@ -57,7 +58,6 @@ def claim() -> None:
 def _started(pid: int) -> int:
     """When a process started, in clock ticks since boot; -1 where there is none."""
     try:
-        # pid (comm) state ...; comm may hold spaces and brackets, and the start is field 22
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        return int(proc.stat(pid)[19])  # field 22 of the file
     except OSError:
         return -1

@@ -21,7 +21,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from launch import effective, refused, status
+from launch import effective, proc, refused, status
 from launch.direct import OPENER
 from launch.plan import Plan
 from qualify.errors import CannotRun, Rejected
@@ -209,17 +209,7 @@ def _how(code: int) -> str:
 
 def session(leader: int) -> list[int]:
     """Living processes of a session."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                # pid (comm) state ppid pgrp session ...; comm may hold spaces and brackets
-                state, _, _, owner = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
-            except OSError:
-                continue
-            if int(owner) == leader and state not in "ZX":
-                found.append(int(entry.name))
-    return found
+    return [pid for pid, (state, _, _, owner, *_) in proc.processes() if int(owner) == leader and state not in "ZX"]
 
 
 def workers(leader: int) -> dict[int, str]:

@@ -9,6 +9,8 @@ import signal
 import time
 from pathlib import Path
 
+from launch import proc
+
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -25,12 +27,8 @@ def end_with_parent(number: int = signal.SIGTERM) -> None:
 def descendants(ancestor: int, without: int | None = None) -> list[int]:
     """Living processes below ``ancestor``, but ``without`` and what is below that."""
     children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                # pid (comm) state ppid ...; comm may hold spaces and brackets
-                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-                children.setdefault(int(parent), []).append(int(entry.name) if state not in "ZX" else -int(entry.name))
+    for pid, (state, parent, *_) in proc.processes():
+        children.setdefault(int(parent), []).append(pid if state not in "ZX" else -pid)
     found, left = [], [ancestor]
     while left:
         for child in children.get(left.pop(), []):

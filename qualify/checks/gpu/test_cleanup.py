@@ -20,7 +20,7 @@ STOP, BACK = 60, 30
 
 
 def test_a_signal_stops_it_in_order(directory, launched, measure):
-    drain = cli._seconds(dict(os.environ), "DRAIN_SECONDS", cli.DRAIN_SECONDS)
+    drain = cli.seconds(dict(os.environ), "DRAIN_SECONDS", cli.DRAIN_SECONDS)
     began = time.monotonic()
     # Not where it has ended already: its number may be another process's by now.
     if not directory.exit.exists():
