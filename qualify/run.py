@@ -22,7 +22,7 @@ CHECKS = Path(__file__).resolve().parent / "checks"
 
 #: tier -> its stages in order
 TIERS = {
-    "cpu": ["identity", "load"],
+    "cpu": ["identity", "load", "compiler"],
     "gpu": ["identity", "checkpoint", "load", "numerics", "requests", "performance", "cleanup"],
 }
 
