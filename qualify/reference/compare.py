@@ -58,7 +58,7 @@ def greedy(
 
 
 def token_errors(engine: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Relative error of each token, float64 ``(T,)``: norm of the difference over norm of the reference ``(T, ...)``."""
+    """Relative error of each token, float64 ``(T,)``: norm of the difference over norm of the reference's row."""
     wanted = reference.double().cpu().flatten(1)
     difference = (_same(engine, reference).flatten(1) - wanted).norm(dim=1)
     # 0 / 0 is no error; something where nothing should be is an infinite one.

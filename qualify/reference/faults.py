@@ -1,6 +1,6 @@
 """Known errors, planted in the reference instead of the engine: how sharp a comparison is, from one engine run.
 
-A fault is named ``NAME`` or ``NAME:LAYER``; the layer is the first sparse one (of a dense model: the first) unless said.
+A fault is named ``NAME`` or ``NAME:LAYER``; without a layer it is the first sparse one (dense: the first).
 Faults of a whole model ignore it. Expert numbers are fixed: 1, and 2 where two are needed.
 """
 

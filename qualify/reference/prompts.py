@@ -1,8 +1,8 @@
 """Token ids that reach every expert of every layer, measured with the reference.
 
 On conditioned synthetic checkpoints token t belongs to cluster t % clusters, and the clusters together prefer every
-expert (``docs/synthetic.md``): so tokens are drawn from all clusters alike. Whether that suffices, depth and noise
-decide; hence the count. On any other checkpoint the ids are random and the count is what tells.
+expert (``docs/synthetic.md``): so tokens are drawn from all clusters alike, and continued as the checkpoint expects.
+Whether every expert is reached, depth and noise decide; hence the count. On any other checkpoint the ids are random.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from qualify.reference.model import Reference
 #: Tokens that every expert must get, over all prompts.
 MINIMUM = 8
 
+#: Length of a run of tokens that follow each other; short, because a run visits few clusters.
+WALK = 8
+
 
 @dataclass(frozen=True)
 class Prompts:
@@ -34,20 +37,31 @@ class Prompts:
         return min((int(hits.min()) for hits in self.hits.values()), default=None)
 
 
-def draw(config: dict, clusters: int, seed: int, length: int) -> list[int]:
-    """``length`` ids, seeded: every run of ``clusters`` (0: none are known) ids has one of each, shuffled.
+def draw(config: dict, synthetic: dict, seed: int, length: int) -> list[int]:
+    """``length`` ids, seeded, without the ids that the config names as begin and end.
 
-    The ids that the config names as begin and end are left out.
+    ``synthetic`` is the checkpoint's ``synthetic.json``, or empty for random ids. Every :data:`WALK` ids a token is
+    drawn, of each cluster in turn; the others follow the one before as the checkpoint expects, so log-probabilities
+    are those of likely tokens. (Of a random token it is some -40 nat, where an error of the logits counts manifold.)
     """
-    generator, special = random.Random(seed), {config.get("bos_token_id"), config.get("eos_token_id")}
-    groups: list[list[int]] = [[] for _ in range(clusters or 1)]
-    for token in range(config["vocab_size"]):
-        if token not in special:
-            groups[token % len(groups)].append(token)
+    generator, vocabulary = random.Random(seed), config["vocab_size"]
+    special = {config.get("bos_token_id"), config.get("eos_token_id")}
+    clusters, knobs = synthetic.get("clusters") or 1, synthetic.get("knobs")
+    groups = [
+        [token for token in range(first, vocabulary, clusters) if token not in special] for first in range(clusters)
+    ]
     ids: list[int] = []
+    waiting: list[list[int]] = []
     while len(ids) < length:
-        ids += [generator.choice(group) for group in generator.sample(groups, len(groups))]
-    return ids[:length]
+        if knobs and len(ids) % WALK:
+            step = generator.randint(1, knobs["successors"])
+            token = (ids[-1] + step * knobs["successor_stride"]) % vocabulary
+            if token not in special:
+                ids.append(token)
+                continue
+        waiting = waiting or generator.sample(groups, len(groups))
+        ids.append(generator.choice(waiting.pop()))
+    return ids
 
 
 def measure(reference: Reference, prompts: list[list[int]]) -> Prompts:
@@ -73,10 +87,8 @@ def choose(
         synthetic = json.loads((reference.weights.folder / "synthetic.json").read_text())
     except FileNotFoundError:
         synthetic = {}
-    clusters = synthetic.get("clusters", 0)
-    chosen = measure(
-        reference, [draw(reference.config, clusters, seed * 1000 + number, length) for number in range(prompts)]
-    )
+    drawn = [draw(reference.config, synthetic, seed * 1000 + number, length) for number in range(prompts)]
+    chosen = measure(reference, drawn)
     for (layer, kind), hits in chosen.hits.items():
         if hits.min() < minimum:
             raise Rejected(
