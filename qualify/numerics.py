@@ -93,7 +93,9 @@ def ask(server: Server, ids: list[int], wanted: int) -> Answer:
     likely = told["input_top_logprobs"][1:] + told["output_top_logprobs"]
     count = len(ids) - 1 + wanted
     if len(following) != count or [len(row or ()) for row in likely] != [TOP] * count:
-        raise Rejected(f"of {count} positions the engine gave {len(following)} log-probabilities and {len(likely)} tops")
+        raise Rejected(
+            f"of {count} positions the engine gave {len(following)} log-probabilities and {len(likely)} tops"
+        )
     given = [entry[1] for entry in following[: len(ids) - 1]]
     if given != ids[1:]:
         raise Rejected("the engine's log-probabilities are of other tokens than those it was given")
@@ -125,7 +127,9 @@ def record(server: Server, ids: list[int], folder: Path) -> Answer:
                 return answer
             time.sleep(0.05)
     _remove(folder / "armed.json")
-    raise Rejected(f"the engine recorded none of {TRIES} prefills of {len(ids)} tokens: was it started with {MODULE_OUTPUTS}?")
+    raise Rejected(
+        f"the engine recorded none of {TRIES} prefills of {len(ids)} tokens: was it started with {MODULE_OUTPUTS}?"
+    )
 
 
 def _remove(path: Path) -> None:
@@ -320,4 +324,3 @@ def all_finite(value: Any) -> bool:
     if isinstance(value, dict | list):
         return all(all_finite(item) for item in (value.values() if isinstance(value, dict) else value))
     return value != NOT_FINITE
-

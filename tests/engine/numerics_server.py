@@ -61,7 +61,9 @@ class Engine:
         self.touch(name, kept)
         if folder:
             # Two names of one tensor are two tensors in the engine's file.
-            save_file({key: tensor.clone().contiguous() for key, tensor in kept.items()}, folder / f"{name}.safetensors")
+            save_file(
+                {key: tensor.clone().contiguous() for key, tensor in kept.items()}, folder / f"{name}.safetensors"
+            )
 
     def generate(self, body: dict) -> dict:
         self.asked += 1

@@ -192,7 +192,9 @@ def stage(model, out, fault=None, tp=1):
             "from qualify import numerics; numerics.LENGTHS, numerics.DECODED = (256,), 3; "
             "from qualify.suite import stage; stage.main('numerics')"
         )
-        subprocess.run([sys.executable, "-B", "-c", code], env=environment, check=True, capture_output=True, timeout=300)
+        subprocess.run(
+            [sys.executable, "-B", "-c", code], env=environment, check=True, capture_output=True, timeout=300
+        )
     return json.loads((out / "work/stage-numerics.json").read_text())
 
 
