@@ -57,7 +57,7 @@ ROUTER = {"logits": torch.tensor([[LN4, LN3, 0.0, -LN3]]), "bias": torch.tensor(
 @pytest.mark.parametrize(
     ("options", "chosen", "weights"),
     [
-        # Scores 0.8, 0.75, 0.5, 0.25; with the bias 0.8, 0.25, 0.5, 0.75: experts 0 and 3, weights 0.8 and 0.25 of 1.05.
+        # Scores 0.8, 0.75, 0.5, 0.25; with the bias 0.8, 0.25, 0.5, 0.75: experts 0 and 3, 0.8 and 0.25 of 1.05.
         ({"top_k": 2, "scaling": 2.5}, [0, 3], [1.9047619, 0.5952381]),
         ({"top_k": 2, "scaling": 2.5, "normalise": False}, [0, 3], [2.0, 0.625]),
         # One of one is not normalised.
@@ -79,7 +79,7 @@ def test_a_router_without_bias_chooses_by_score():
 
 
 def test_router_partitions_round_each_half_to_bf16():
-    """BF16 has 8 bits: 257 lies between 256 and 258 and goes to the even 256, 259 goes to 260; 256, 1 and 3 are exact."""
+    """BF16 has 8 bits: 257, between 256 and 258, goes to the even 256, and 259 to 260; 256, 1 and 3 are exact."""
     x, ones = torch.tensor([[256.0, 1.0], [256.0, 3.0]]), torch.ones(1, 2)
     assert formulas.router_logits(x, ones, 1).tolist() == [[256.0], [260.0]]
     assert formulas.router_logits(x, ones, 2).tolist() == [[257.0], [259.0]]
@@ -115,7 +115,7 @@ def test_the_wrong_pairings_are_what_they_say():
 
 
 def test_rope_keeps_the_angle_of_a_late_position():
-    """cos(100000) = -0.9993608, sin(100000) = 0.0357488; a float32 angle times frequency would do, its sum would not."""
+    """cos(100000) = -0.9993608, sin(100000) = 0.0357488."""
     found = formulas.rope(torch.tensor([1.0, 0.0]).expand(100_001, 1, 2), 100.0, 2)[-1, 0]
     close(found, [-0.9993608, 0.0357488])
 
