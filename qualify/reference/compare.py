@@ -107,7 +107,8 @@ def coverage(chosen: Iterable[torch.Tensor], experts: int) -> torch.Tensor:
 def layer(reference: Reference, number: int, records: dict[str, Record]) -> dict[str, dict[str, float]]:
     """Compare one layer's engine records with the reference on the same inputs: kind -> metric -> value.
 
-    A record has ``input`` and ``output`` and, for routers, ``logits`` (see :meth:`Reference.module`). Outputs give
+    A record has ``input`` and ``output`` and, for routers, ``logits`` (see :meth:`Reference.module`). The input of
+    ``values`` may be left to ``attention``, that of ``router`` to ``ffn``: they are the same. Outputs give
     ``mean``, ``p95``, ``max`` of the relative errors of tokens; logits give ``unequal_logits`` and ``flips``. With the
     engine's logits at hand (``values``: its own; ``ffn``: those of ``router``) the experts are compared under the
     engine's routing, and ``worst_expert`` is the largest mean error over the tokens of one expert.
@@ -115,6 +116,7 @@ def layer(reference: Reference, number: int, records: dict[str, Record]) -> dict
     found = {}
     for kind, record in records.items():
         metrics: dict[str, float] = {}
+        record = {"input": _input(kind, records), **record}
         given: Record = {"input": record["input"]}
         routing = record.get("logits")
         if kind == "ffn" and routing is None:
@@ -133,6 +135,13 @@ def layer(reference: Reference, number: int, records: dict[str, Record]) -> dict
             metrics |= _router(reference, number, kind, record)
         found[kind] = metrics
     return found
+
+
+def _input(kind: str, records: dict[str, Record]) -> torch.Tensor:
+    for holder in (kind, {"values": "attention", "router": "ffn"}.get(kind)):
+        if "input" in records.get(holder, {}):
+            return records[holder]["input"]
+    raise Rejected(f"the record of {kind} has no input")
 
 
 def _router(reference: Reference, number: int, kind: str, record: Record) -> dict[str, float]:

@@ -27,12 +27,8 @@ def weight(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     blocks = (-(-rows // BLOCK), -(-columns // BLOCK))
     if tuple(scale.shape) != blocks:
         raise Rejected(f"a block-FP8 weight {rows}x{columns} needs a scale {blocks}, not {tuple(scale.shape)}")
-    values = codes.float()
-    for row in range(blocks[0]):
-        # A strip of 128 rows at a time, in place: no second tensor of the weight's size.
-        strip = values[row * BLOCK : (row + 1) * BLOCK]
-        strip *= scale[row].float().repeat_interleave(BLOCK)[:columns]
-    return values
+    spread = scale.float().repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    return codes.float().mul_(spread)
 
 
 def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,7 @@
 """The formulas of K2-Horizon, one function each, on float32 tensors: ``T`` tokens of one sequence, positions 0 to T-1.
 
-Matrices are ``(out, in)``. What the arguments of a deviation are for (``pairing``, ``biased``) stands in
-:mod:`qualify.reference.faults`; the defaults are the model.
+Matrices are ``(out, in)``. With ``bf16`` a result is rounded as an engine that stores BF16 does; ``pairing`` and
+``biased`` are there for :mod:`qualify.reference.faults`. The defaults are the model.
 """
 
 from __future__ import annotations
@@ -15,15 +15,20 @@ from qualify.reference import dequantise
 from qualify.reference.weights import Matrix
 
 
+def stored(x: torch.Tensor, bf16: bool) -> torch.Tensor:
+    """``x`` in float32, rounded to BF16 and back if ``bf16``."""
+    return x.bfloat16().float() if bf16 else x
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, groups: int, eps: float) -> torch.Tensor:
     """RMSNorm of ``(T, H)`` over each of ``groups`` equal parts of the vector, then one weight ``(H,)`` over all."""
     parts = x.view(len(x), groups, -1)
     return (parts * (parts.square().mean(-1, keepdim=True) + eps).rsqrt()).view_as(x) * weight
 
 
-def linear(x: torch.Tensor, matrix: Matrix, quantised: bool) -> torch.Tensor:
+def linear(x: torch.Tensor, matrix: Matrix, quantised: bool, bf16: bool = False) -> torch.Tensor:
     """``(T, in)`` times the transposed matrix. With ``quantised`` an FP8 matrix sees quantised activations."""
-    return (dequantise.rounded(x) if matrix.fp8 and quantised else x) @ matrix.values.T
+    return stored((dequantise.rounded(x) if matrix.fp8 and quantised else x) @ matrix.values.T, bf16)
 
 
 def rope(heads: torch.Tensor, theta: float, rotated: int, pairing: str = "halves") -> torch.Tensor:
@@ -102,9 +107,10 @@ def route(
     return chosen, weights * scaling
 
 
-def mlp(x: torch.Tensor, gate: Matrix, up: Matrix, down: Matrix, quantised: bool) -> torch.Tensor:
+def mlp(x: torch.Tensor, gate: Matrix, up: Matrix, down: Matrix, quantised: bool, bf16: bool = False) -> torch.Tensor:
     """``down(silu(gate(x)) * up(x))``."""
-    return linear(silu(linear(x, gate, quantised)) * linear(x, up, quantised), down, quantised)
+    inner = silu(linear(x, gate, quantised, bf16)) * linear(x, up, quantised, bf16)
+    return linear(stored(inner, bf16), down, quantised, bf16)
 
 
 def mix(
@@ -114,6 +120,7 @@ def mix(
     width: int,
     experts: int,
     expert: Callable[[int, torch.Tensor], torch.Tensor],
+    bf16: bool = False,
 ) -> torch.Tensor:
     """Sum over the chosen experts of weight times ``expert(number, rows of x)``, ``(T, width)``.
 
@@ -127,6 +134,6 @@ def mix(
     for number, count in enumerate(chosen.flatten().bincount(minlength=experts).tolist()):
         if count:
             rows = tokens[first : first + count]
-            output.index_add_(0, rows, shares[first : first + count] * expert(number, x[rows]))
+            output.index_add_(0, rows, stored(shares[first : first + count] * expert(number, x[rows]), bf16))
             first += count
-    return output
+    return stored(output, bf16)

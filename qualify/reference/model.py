@@ -45,8 +45,11 @@ class Reference:
 
     ``router_partitions`` is the declared router provenance, 1 or 2 (no meaning for a dense model).
     ``quantise_activations``: FP8 weights see activations quantised per token and 128 columns, as in an engine with
-    W8A8 kernels. ``fault`` plants one of :data:`qualify.reference.faults.FAULTS`. Raises ``Rejected`` for a model whose
-    formulas are not here, ``CannotRun`` when the device rounds float32 products to TF32.
+    W8A8 kernels. ``bf16`` rounds to BF16 where engines store (after each norm, product, activation and sum): no longer
+    the definition, but sharper, because a rounding in front of the quantiser moves codes by whole steps, which is 1% of
+    a layer's output, and logits around 40 are multiples of 0.25. ``fault`` plants one of
+    :data:`qualify.reference.faults.FAULTS`. Raises ``Rejected`` for a model whose formulas are not here, ``CannotRun``
+    when the device rounds float32 products to TF32.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Reference:
         router_partitions: int = 2,
         quantise_activations: bool = True,
         fault: str | None = None,
+        bf16: bool = False,
     ):
         self.weights = Weights(folder, device)
         self.device, self.config = self.weights.device, self.weights.config
@@ -71,6 +75,7 @@ class Reference:
             router_partitions=router_partitions,
             quantise_activations=quantise_activations,
         )
+        self.bf16 = bf16
         self.layer_count: int = self.config["num_hidden_layers"]
         _require_float32(self.device)
 
@@ -112,7 +117,7 @@ class Reference:
         logits = torch.empty(len(x), self.config["vocab_size"], device=self.device)
         for first in range(0, logits.shape[1], VOCABULARY_ROWS):
             last = min(first + VOCABULARY_ROWS, logits.shape[1])
-            logits[:, first:last] = x @ self.weights.rows(name, first, last).T
+            logits[:, first:last] = self._stored(x @ self.weights.rows(name, first, last).T)
         return logits
 
     @torch.no_grad()
@@ -198,7 +203,7 @@ class Reference:
         prefix, semantics = f"model.layers.{layer}", self._semantics(layer)
         x = self._norm(hidden, f"{prefix}.input_layernorm", semantics)
         attended = self._attention(layer, x, records)
-        between = hidden + attended
+        between = self._stored(hidden + attended)
         y = self._norm(between, f"{prefix}.post_attention_layernorm", semantics)
         found = self._ffn(layer, y, None)
         records["norm"] = {"input": hidden, "output": x}
@@ -207,14 +212,13 @@ class Reference:
         records["ffn"] = {"input": y, "output": found["output"]}
         if "logits" in found:
             records["router"] = {"input": y, "logits": found["logits"], "chosen": found["chosen"]}
-        after = between + found["output"]
+        after = self._stored(between + found["output"])
         records["residual"] = {"input": hidden, "output": after}
         return after
 
     def _norm(self, x: torch.Tensor, name: str, semantics: faults.Semantics) -> torch.Tensor:
-        return formulas.rms_norm(
-            x, self.weights.vector(f"{name}.weight"), semantics.norm_groups, self.config["rms_norm_eps"]
-        )
+        weight = self.weights.vector(f"{name}.weight")
+        return self._stored(formulas.rms_norm(x, weight, semantics.norm_groups, self.config["rms_norm_eps"]))
 
     def _attention(self, layer: int, x: torch.Tensor, records: dict[str, Record]) -> torch.Tensor:
         prefix, semantics, size = f"model.layers.{layer}.self_attn", self._semantics(layer), self.config["head_dim"]
@@ -230,9 +234,10 @@ class Reference:
             v = values["output"]
         else:
             v = project(f"{prefix}.v_proj", x)
-        mixed = formulas.attention(q, k, v.view(len(x), -1, size))
+        mixed = self._stored(formulas.attention(q, k, v.view(len(x), -1, size)))
         if semantics.gate is not None:
-            mixed = mixed * formulas.gate(project(f"{prefix}.gate_proj", x), semantics.gate)
+            gate = self._stored(formulas.gate(project(f"{prefix}.gate_proj", x), semantics.gate))
+            mixed = self._stored(mixed * gate)
         return project(f"{prefix}.o_proj", mixed)
 
     def _values(self, layer: int, x: torch.Tensor, given: torch.Tensor | None) -> Record:
@@ -246,7 +251,8 @@ class Reference:
             routed.pop("weights"),
             width,
             self.config["mova_num_experts"],
-            lambda number, rows: silu(project(f"{prefix}.v_experts.{number}", rows)),
+            lambda number, rows: self._stored(silu(project(f"{prefix}.v_experts.{number}", rows))),
+            self.bf16,
         )
         return {"output": output, **routed}
 
@@ -255,7 +261,7 @@ class Reference:
 
         def mlp(name: str, rows: torch.Tensor) -> torch.Tensor:
             leaves = (self.weights.matrix(f"{name}.{leaf}_proj") for leaf in ("gate", "up", "down"))
-            return formulas.mlp(rows, *leaves, semantics.quantise_activations)
+            return formulas.mlp(rows, *leaves, semantics.quantise_activations, self.bf16)
 
         if not self.has(layer, "router"):
             return {"output": mlp(prefix, x)}
@@ -267,9 +273,10 @@ class Reference:
             x.shape[1],
             self.config["num_experts"],
             lambda number, rows: mlp(f"{prefix}.experts.{number}", rows),
+            self.bf16,
         )
         if self.config.get("num_shared_experts"):
-            output += mlp(f"{prefix}.shared_experts", x)
+            output = self._stored(output + mlp(f"{prefix}.shared_experts", x))
         return {"output": output, **routed}
 
     def _route(self, layer: int, kind: str, x: torch.Tensor | None, given: torch.Tensor | None) -> Record:
@@ -291,7 +298,10 @@ class Reference:
         return {"logits": logits, "chosen": chosen, "weights": weights}
 
     def _linear(self, semantics: faults.Semantics) -> Callable[[str, torch.Tensor], torch.Tensor]:
-        return lambda name, x: formulas.linear(x, self.weights.matrix(name), semantics.quantise_activations)
+        return lambda name, x: formulas.linear(x, self.weights.matrix(name), semantics.quantise_activations, self.bf16)
+
+    def _stored(self, x: torch.Tensor) -> torch.Tensor:
+        return formulas.stored(x, self.bf16)
 
 
 def _check(config: dict[str, Any]) -> None:
