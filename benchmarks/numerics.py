@@ -1,14 +1,15 @@
-"""How far a right engine is from the reference over checkpoint seeds and prompts, and how far beyond that planted faults are.
+"""How far a right engine is from the reference, over checkpoint seeds and prompts, and how far planted faults are.
 
     python3 -B -m benchmarks.numerics --work FOLDER --out FILE [--layers 6 | --full] [--seeds 0 1 2] [--prompts 2]
         [--faults all|none|NAME ...] [--fault-seeds N] [--model mova|375b-a23b]
     python3 -B -m benchmarks.numerics --margins FILE     # of a result file, under the policy as it is now
 
-Needs the engine's environment, a GPU, and room for one checkpoint in FOLDER. For every seed a synthetic checkpoint is written
-and served by the recipe's own flags (context, batch and CUDA graph sizes reduced); every prompt is one line of JSON on
-standard output. Faults are planted in the reference and compared with the first prompt's recorded run, so that one engine
-gives the margin of all: margin = largest of error / bound over the policy's numbers. The bound of a number is the policy's
-and, where that has none, HEADROOM times the worst of all right runs. Fix it in qualify/policy.toml, citing FILE.
+Needs the engine's environment, a GPU, and room for one checkpoint in FOLDER. For every seed a synthetic checkpoint is
+written and served by the recipe's own flags (context, batch and CUDA graph sizes reduced); every prompt is one line of
+JSON on standard output. Faults are planted in the reference and compared with the first prompt's recorded run, so that
+one engine gives the margin of all: margin = largest of error / bound over the policy's numbers. The bound of a number
+is the policy's and, where that has none, HEADROOM times the worst of all right runs. Fix it in qualify/policy.toml,
+citing FILE.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ from qualify import numerics, policy
 from qualify.errors import CannotRun, Parser, Rejected, exit_code
 from qualify.models import MOVA_CONFIG
 from qualify.reference import faults
-from qualify.reference.model import Reference
 from qualify.serving import Server
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,8 +51,8 @@ GRAPHS = ["--cuda-graph-bs-prefill", "640"]
 HEADROOM = 2.0
 #: numbers of which more is better: their error is what is missing to 1
 SHARES = ("top5_overlap", "tie_aware_agreement")
-#: last word of a number -> its smallest bound, where a right engine can happen to show none: a thousandth of the logits, a
-#: few roundings of float32, one token
+#: last word of a number -> its smallest bound, where a right engine can happen to show none: a thousandth of the
+#: logits, a few roundings of float32, one token
 FLOORS = {"unequal_logits": 1e-3, "mixing": 1e-5, "misrouted": 1.0}
 START_SECONDS = 400
 
@@ -66,8 +66,8 @@ def engine(
 ):
     """Serve ``checkpoint`` by the recipe's flags, its modules recorded to ``work/modules``; yields a Server.
 
-    ``site`` goes to the front of the engine's PYTHONPATH, ``variables`` to the recipe's. Raises CannotRun when the engine
-    ends, or is not ready in time. Nothing of it is left afterwards.
+    ``site`` goes to the front of the engine's PYTHONPATH, ``variables`` to the recipe's. Raises CannotRun when the
+    engine ends, or is not ready in time. Nothing of it is left afterwards.
     """
     artifact, own, _, _ = MODELS[model]
     port = os.environ.get("PORT", "30077")
@@ -83,7 +83,8 @@ def engine(
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "launch.engine"], stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT,
             start_new_session=True, cwd=work,
-            env=os.environ | supervise.OFFLINE | {"PYTHONPATH": os.pathsep.join(paths), numerics.MODULE_OUTPUTS: str(modules)},
+            env=os.environ | supervise.OFFLINE
+            | {"PYTHONPATH": os.pathsep.join(paths), numerics.MODULE_OUTPUTS: str(modules)},
         )  # fmt: skip
     try:
         with process.stdin:
@@ -193,9 +194,7 @@ def evaluate(result: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> int:
     parser = Parser(prog="python3 -m benchmarks.numerics", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--margins", type=Path, metavar="FILE", help="evaluate a result file again, and measure nothing"
-    )
+    parser.add_argument("--margins", type=Path, metavar="FILE", help="evaluate a result file anew, measure nothing")
     parser.add_argument(
         "--work", type=Path, help="scratch folder with room for one checkpoint, such as /dev/shm/numerics"
     )
@@ -224,7 +223,8 @@ def measure(args: argparse.Namespace) -> int:
     """Measure, writing the result file anew after every checkpoint; exit code 1 where a fault's margin is under 3."""
     planted = {"all": list(faults.FAULTS), "none": []}.get(args.faults[0], args.faults)
     result: dict[str, Any] = {
-        "benchmark": "numerics", "date": datetime.now(UTC).date().isoformat(), "machine": machine(), "model": args.model,
+        "benchmark": "numerics", "date": datetime.now(UTC).date().isoformat(), "machine": machine(),
+        "model": args.model,
         "layers": "all" if args.full else args.layers, "prompt_tokens": args.length, "decoded": numerics.DECODED,
         "headroom": HEADROOM, "note": args.note, "runs": [], "faults": [],
     }  # fmt: skip
@@ -252,15 +252,16 @@ def one_checkpoint(
     with engine(args.model, folder, args.work, full=args.full, flags=[] if args.full else GRAPHS) as server:
         started = time.monotonic() - began
         device = numerics.device()
-        reference = Reference(folder, device, partitions)
+        pair = numerics.references(folder, device, partitions)
         for number in range(args.prompts):
             began = time.monotonic()
-            ids = numerics.draw(folder, reference.config, 1000 * seed + number, args.length)
+            ids = numerics.draw(folder, pair[0].config, 1000 * seed + number, args.length)
             run = numerics.observe(server, ids, numerics.DECODED, args.work / "modules")
             seen = time.monotonic()
-            numbers = numerics.compare(reference, run)
+            numbers = numerics.compare(*pair, run)
             line = {
-                "seed": seed, "prompt": number, "numbers": numbers, "device": device, "start_seconds": round(started, 1),
+                "seed": seed, "prompt": number, "numbers": numbers, "device": device,
+                "start_seconds": round(started, 1),
                 "engine_seconds": round(seen - began, 1), "reference_seconds": round(time.monotonic() - seen, 1),
             }  # fmt: skip
             result["runs"].append(line)
@@ -273,11 +274,11 @@ def one_checkpoint(
     for fault in planted:
         began = time.monotonic()
         try:
-            wrong = Reference(folder, numerics.device(), partitions, fault=fault)
+            wrong = numerics.references(folder, numerics.device(), partitions, fault)
         except Rejected as error:
             print(json.dumps({"seed": seed, "fault": fault, "not_run": str(error)}), flush=True)
             continue
-        numbers = numerics.compare(wrong, first)
+        numbers = numerics.compare(*wrong, first)
         result["faults"].append({"seed": seed, "fault": fault, "numbers": numbers})
         line = {"seed": seed, "fault": fault, "seconds": round(time.monotonic() - began, 1)}
         print(json.dumps(line | evaluate(result)["margins"][fault]), flush=True)

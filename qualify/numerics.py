@@ -2,7 +2,7 @@
 inputs that the engine itself gave to it. What is compared and why: docs/numerics.md. Needs torch.
 
     run = observe(server, ids, wanted, recorder)      # one answer, and one recorded prefill of the same prompt
-    numbers = compare(Reference(...), run)            # JSON, without a non-finite number
+    numbers = compare(*references(folder, ...), run)  # JSON, without a non-finite number
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from qualify.suite.server import MODULE_OUTPUTS
 LENGTHS, DECODED = (512, 1024, 2048), 64
 #: likeliest tokens that are compared at every position
 TOP = 5
-#: seconds after the answer until a recorded pass must be there, and how often a prefill is asked for: another request in
-#: the same batch, such as a health probe, keeps it from being recorded
+#: seconds after the answer until a recorded pass must be there, and how often a prefill is asked for: another request
+#: in the same batch, such as a health probe, keeps it from being recorded
 WAIT, TRIES = 30, 3
-#: bytes that a GPU must have free beside the server for the reference: two projections of lm_head's height and the logits
+#: bytes that a GPU must have free beside the server: for the reference's logits, and the parts of lm_head
 GPU_BYTES = 6 << 30
 
 #: the engine's records of a layer as the reference's kinds: kind -> {its field: the engine's name}
@@ -164,17 +164,28 @@ def draw(folder: Path, config: dict[str, Any], seed: int, length: int) -> list[i
     return prompts.draw(config, synthetic, seed, length)
 
 
+def references(folder: Path, device: str, partitions: int, fault: str | None = None) -> tuple[Reference, Reference]:
+    """The definition in float32, for whole answers; and one that rounds where engines store BF16, for single modules.
+
+    A rounding in front of the quantiser of activations moves codes by whole steps: without it a right module is 1% off.
+    """
+    return (
+        Reference(folder, device, partitions, fault=fault),
+        Reference(folder, device, partitions, fault=fault, bf16=True),
+    )
+
+
 @torch.no_grad()
-def compare(reference: Reference, run: Run) -> dict[str, Any]:
-    """Stream the reference once over prompt and decoded tokens, and each recorded module beside it.
+def compare(reference: Reference, rounded: Reference, run: Run) -> dict[str, Any]:
+    """Stream ``reference`` once over prompt and decoded tokens, and each recorded module by ``rounded`` beside it.
 
     Top-level log-probability numbers are of the rows that the prefill made, ``decode`` has those of the rows made by
-    decoding, one token at a time. ``expert_tokens`` is how many tokens of the prompt the expert with the fewest got (only
-    for a model with experts); ``modules``, ``layers`` and ``stream`` only with recorded modules.
+    decoding, one token at a time. ``expert_tokens`` is how many tokens of the prompt the expert with the fewest got
+    (only for a model with experts); ``modules``, ``layers`` and ``stream`` only with recorded modules.
     """
     ids, count = run.prompt + run.answer.decoded, len(run.prompt)
     hits: list[int] = []
-    local = Modules(reference, run) if run.recorded else None
+    local = Modules(rounded, run) if run.recorded else None
     for number, records in enumerate(reference.layers(ids)):
         for kind in ROUTERS.keys() & records.keys():
             experts = records[kind]["logits"].shape[1]

@@ -49,6 +49,7 @@ class Server:
         for folder in told.values():
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
+        told["HORIZON_STATUS"] = run.status
         for path in (run.server, run.status, run.exit):
             path.unlink(missing_ok=True)
         processes.become_subreaper()
@@ -58,7 +59,7 @@ class Server:
                 [*COMMAND, *self.arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                 # A session of its own: Ctrl-C reaches the sitting alone, which stops it in order.
                 start_new_session=True, preexec_fn=processes.end_with_parent,
-                env=self.environment | {"HORIZON_STATUS": str(run.status)} | {name: str(path) for name, path in told.items()},
+                env=self.environment | {name: str(path) for name, path in told.items()},
             )  # fmt: skip
         write_json(run.server, {"pid": self.process.pid, "began": time.time(), "gpu_bytes_before": before})
 

@@ -1,4 +1,4 @@
-"""A stand-in for a served model: answers /generate and records its modules as the engine does, computed by the reference.
+"""A stand-in for a served model: answers /generate and records its modules as the engine does, by the reference.
 
 Between modules it rounds to BF16, as an engine does; a fault of the reference makes it a wrong engine.
 """
@@ -20,10 +20,10 @@ TOP = 5
 
 
 class Engine:
-    """One model. ``spoil`` changes an answer's meta_info before it is sent; ``touch`` the tensors of a recorded layer."""
+    """One model. ``spoil`` changes an answer's meta_info before it is sent, ``touch`` a layer's recorded tensors."""
 
     def __init__(self, folder: Path, recorder: Path, partitions: int = 2, fault: str | None = None):
-        self.reference, self.recorder = Reference(folder, "cpu", partitions, fault=fault), recorder
+        self.reference, self.recorder = Reference(folder, "cpu", partitions, fault=fault, bf16=True), recorder
         self.spoil = lambda told: None
         self.touch = lambda name, tensors: None
         self.asked = 0

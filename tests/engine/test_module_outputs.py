@@ -1,7 +1,7 @@
 """The recorder sees what the modules of the engine's own model get and give, once, and changes nothing.
 
-One CPU rank; the attention over the KV cache, the FP8 experts and the rotary kernel need a GPU and are stand-ins. What is
-tested are the calls between the modules, which are the engine's.
+One CPU rank; the attention over the KV cache, the FP8 experts and the rotary kernel need a GPU and are stand-ins. What
+is tested are the calls between the modules, which are the engine's.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The comparison and its stage, against a stand-in engine that the reference computes: right ones pass, wrong ones do not."""
+"""The comparison and its stage, against stand-in engines that the reference computes, right ones and wrong ones."""
 
 import json
 import os
@@ -11,7 +11,6 @@ import torch
 
 from qualify import numerics
 from qualify.errors import Rejected
-from qualify.reference.model import Reference
 from qualify.serving import Server
 from tests.engine.numerics_server import Engine, serving
 
@@ -42,7 +41,7 @@ def observed(model, recorder, fault=None, partitions=2, **changes):
 
 def compared(model, recorder, fault=None, partitions=2, **changes):
     run = observed(model, recorder, fault, partitions, **changes)
-    return numerics.compare(Reference(model, "cpu", 2), run)
+    return numerics.compare(*numerics.references(model, "cpu", 2), run)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +89,7 @@ def test_the_fault_may_be_in_the_reference_instead(model, recorder, healthy):
     """One engine run gives the margin of every fault."""
     run = observed(model, recorder)
     for fault, (kind, metric) in SEEN.items():
-        wrong = numerics.compare(Reference(model, "cpu", 2, fault=fault), run)["modules"][kind][metric]
+        wrong = numerics.compare(*numerics.references(model, "cpu", 2, fault), run)["modules"][kind][metric]
         assert wrong > 10 * max(healthy["modules"][kind][metric], 1e-4), fault
 
 

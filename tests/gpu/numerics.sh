@@ -2,7 +2,7 @@
 # The comparison with the reference, on one H200, inside the image or its unpacked root:
 #   numerics.sh measure [FOLDER]  three checkpoints of six layers, two prompts each, every fault planted in the reference
 #   numerics.sh planted [FOLDER]  engines that are wrong on purpose, each against the bounds of the first
-#   numerics.sh partial [FOLDER]  a two-layer cut with partial rotation: its wrong pairing
+#   numerics.sh partial [FOLDER]  a four-layer cut with partial rotation: its wrong pairing
 #   numerics.sh full [FOLDER]     load, numerics and cleanup of the suite on all layers (48 GB)
 # FOLDER (default /dev/shm/numerics) holds one checkpoint at a time, and in out what is to be kept. One JSON line a result.
 # FAULTS="NAME ..." takes some of the planted faults; SEEDS and PROMPTS change the measurement. TIMEOUT (seconds) bounds it.
@@ -21,8 +21,8 @@ case $what in
       --layers 6 --seeds "${seeds[@]}" --prompts "${PROMPTS:-2}" --faults "${faults[@]}"
     ;;
   partial)
-    timeout "${TIMEOUT:-150}" python3 -B -m benchmarks.numerics --work "$folder" --out "$folder/out/numerics-375b-cut2.json" \
-      --model 375b-a23b --layers 2 --seeds 0 --prompts 1 --faults rope-pairing
+    timeout "${TIMEOUT:-150}" python3 -B -m benchmarks.numerics --work "$folder" --out "$folder/out/numerics-375b-cut4.json" \
+      --model 375b-a23b --layers 4 --seeds 0 --prompts 1 --faults rope-pairing
     rm -rf "$folder/seed-0"
     ;;
   planted)

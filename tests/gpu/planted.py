@@ -1,7 +1,8 @@
 """Engines that are wrong on purpose: a copy of a checkpoint with a fault in it, or a fault in the engine's own code.
 
-The names are those of :mod:`qualify.reference.faults`, which plants the same errors in the reference. ``checkpoint`` writes
-what is a fault of weights; ``code`` is Python that the engine's processes run when they import the model, for the rest.
+The names are those of :mod:`qualify.reference.faults`, which plants the same errors in the reference. ``checkpoint``
+writes what is a fault of weights; ``code`` is Python that the engine's processes run when they import the model, for
+the rest.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ FAULTS = (*WEIGHTS, DECLARED, *CODE)
 
 
 def code(fault: str, folder: Path) -> Path:
-    """Write ``sitecustomize.py`` to ``folder`` and return the folder, which goes to the front of the engine's PYTHONPATH."""
+    """Write ``sitecustomize.py`` to ``folder`` and return that, for the front of the engine's PYTHONPATH."""
     folder.mkdir(parents=True, exist_ok=True)
     text = f"{_SITE}\nFAULT = {fault!r}\n\n\ndef fault(xllm):{CODE[fault]}"
     (folder / "sitecustomize.py").write_text(text)

@@ -2,9 +2,9 @@
 
     WORK=/dev/shm/numerics [BOUNDS=FILE] python3 -m pytest -s tests/gpu/test_planted_faults.py [-k FAULT]
 
-A six-layer true-width cut. BOUNDS is a result file of benchmarks/numerics.py; without one, numbers for which the policy has
-no bound get theirs from one right engine, started first. Every engine runs without CUDA graphs, which no fault here touches.
-Each margin is one line of JSON.
+A six-layer true-width cut. BOUNDS is a result file of benchmarks/numerics.py; without one, numbers for which the policy
+has no bound get theirs from one right engine, started first. Every engine runs without CUDA graphs, which no fault here
+touches. Each margin is one line of JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ if not torch.cuda.is_available():
 
 from benchmarks import numerics as benchmark  # noqa: E402
 from qualify import numerics, policy  # noqa: E402
-from qualify.reference.model import Reference  # noqa: E402
 from tests.gpu import planted  # noqa: E402
 
 WORK = Path(os.environ.get("WORK", "/dev/shm/numerics"))
@@ -36,10 +35,10 @@ def measured(checkpoint: Path, right: Path, partitions: int = 2, **options) -> d
     """Errors of an engine that serves ``checkpoint``, against the reference of ``right``."""
     variables = {"ROUTER_PARTITIONS": str(partitions)}
     with benchmark.engine("mova", checkpoint, WORK, flags=FLAGS, **options, **variables) as server:
-        reference = Reference(right, numerics.device(), 2)
-        ids = numerics.draw(right, reference.config, SEED, numerics.LENGTHS[0])
+        pair = numerics.references(right, numerics.device(), 2)
+        ids = numerics.draw(right, pair[0].config, SEED, numerics.LENGTHS[0])
         run = numerics.observe(server, ids, DECODED, WORK / "modules")
-    return benchmark.errors(numerics.compare(reference, run), THRESHOLDS)
+    return benchmark.errors(numerics.compare(*pair, run), THRESHOLDS)
 
 
 @pytest.fixture(scope="session")

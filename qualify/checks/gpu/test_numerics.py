@@ -1,7 +1,7 @@
 """Stage "numerics": the served model against the independent reference, as a whole and module by module.
 
-Over several ranks no module is compared (their outputs are partial sums); that test is then skipped, which leaves the stage
-not-run, with the numbers of the log-probabilities in it.
+Over several ranks no module is compared (their outputs are partial sums); that test is then skipped, which leaves the
+stage not-run, with the numbers of the log-probabilities in it.
 """
 
 import json
@@ -11,7 +11,6 @@ import pytest
 
 from qualify import numerics, policy
 from qualify.reference import prompts
-from qualify.reference.model import Reference
 
 SEED = 20261201
 #: positions that the makers' own gate compares: 16 prompts of 16 tokens
@@ -25,12 +24,12 @@ def compared(server, planned, run, model, directory):
     declared = planned.declared.get("ROUTER_PARTITIONS", {"value": 1})
     ranks = run["topology"]["tp"] * run["topology"]["pp"]
     device = numerics.device()
-    reference = Reference(model, device, declared["value"])
+    pair = numerics.references(model, device, declared["value"])
     for length in numerics.LENGTHS:
         ids = numerics.draw(model, config, SEED, length)
         try:
             seen = numerics.observe(server, ids, numerics.DECODED, directory.module_outputs if ranks == 1 else None)
-            numbers = numerics.compare(reference, seen)
+            numbers = numerics.compare(*pair, seen)
         finally:
             shutil.rmtree(directory.module_outputs / "pass", ignore_errors=True)
         if numbers.get("expert_tokens", prompts.MINIMUM) >= prompts.MINIMUM:

@@ -1,12 +1,12 @@
 """Records what the modules of a served K2-Horizon model get and give during one prefill, for a comparison elsewhere.
 
 ``HORIZON_MODULE_OUTPUTS=FOLDER`` lets the ledger register the recorder when it seals the model. It then does nothing
-until ``FOLDER/armed.json`` (``{"input_ids": [...]}``) is there and a request of exactly these tokens, alone in its batch
-and with nothing of it in the prefix cache, is prefilled. That one pass runs eagerly: hooks do not fire inside a CUDA graph
-that is replayed. At its end ``FOLDER/pass`` holds ``layer-000.safetensors`` and so on, and ``final.safetensors``, each
-tensor in the dtype in which the engine had it, and ``armed.json`` is gone. What could not be recorded is said in
-``FOLDER/failed``. Without the variable nothing happens; with several ranks nothing is recorded, because outputs of row
-parallel modules are then partial sums.
+until ``FOLDER/armed.json`` (``{"input_ids": [...]}``) is there and a request of exactly these tokens, alone in its
+batch and with nothing of it in the prefix cache, is prefilled. That one pass runs eagerly: hooks do not fire inside a
+CUDA graph that is replayed. At its end ``FOLDER/pass`` holds ``layer-000.safetensors`` and so on, and
+``final.safetensors``, each tensor in the dtype in which the engine had it, and ``armed.json`` is gone. What could not
+be recorded is said in ``FOLDER/failed``. Without the variable nothing happens; with several ranks nothing is recorded,
+because outputs of row parallel modules are then partial sums.
 
 Tensors of a layer, T tokens (a dot separates module and what of it):
 
@@ -41,7 +41,7 @@ VARIABLE = "HORIZON_MODULE_OUTPUTS"
 def register(model: torch.nn.Module) -> None:
     """Let ``model`` (``XllmForCausalLM``) be recorded when its folder says so. Called after every strict load."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if hasattr(model, "module_outputs") or distributed and torch.distributed.get_world_size() > 1:
+    if hasattr(model, "module_outputs") or (distributed and torch.distributed.get_world_size() > 1):
         return
     recorder = model.module_outputs = Recorder(model, Path(os.environ[VARIABLE]))
     model.model.register_forward_pre_hook(recorder.begin)
