@@ -1,6 +1,7 @@
 """The planted faults are in the engine that is started with them, and nothing else is."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -47,7 +48,7 @@ def test_a_checkpoint_without_such_a_weight(tiny_moe, tmp_path):
 
 #: Runs in a process that was started as the engine's are. One module of the wrong engine on fixed inputs.
 PROBE = """
-import json, sys, torch
+import json, os, sys, torch
 from qualify import engine_cpu
 engine_cpu.start()
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
@@ -76,7 +77,8 @@ with torch.no_grad():
     turn = getattr(attention, "_apply_partial_rope", None) or attention.rotary_emb
     q, k = turn(positions, q, k)
     told["rope"] = torch.cat([q, k], 1).float().flatten().tolist()
-print(json.dumps(told))
+print(json.dumps(told), flush=True)
+os._exit(0)  # its threads of the process group may take minutes to end
 """
 #: fault -> what of the probe it changes
 CHANGED = {
@@ -89,8 +91,6 @@ CHANGED = {
 
 
 def probe(folder: Path, kind: str, site: Path | None = None) -> dict:
-    import os
-
     import sglang
 
     paths = [*([str(site)] if site else []), str(Path(sglang.__file__).parents[1]), str(ROOT)]
