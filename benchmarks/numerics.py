@@ -51,9 +51,12 @@ GRAPHS = ["--cuda-graph-bs-prefill", "640"]
 HEADROOM = 2.0
 #: numbers of which more is better: their error is what is missing to 1
 SHARES = ("top5_overlap", "tie_aware_agreement")
-#: last word of a number -> its smallest bound, where a right engine can happen to show none: a thousandth of the
-#: logits, a few roundings of float32, one token
-FLOORS = {"unequal_logits": 1e-3, "mixing": 1e-5, "misrouted": 1.0}
+#: last word of a number -> its smallest bound, where right engines can happen to show no error: a thousandth of the
+#: logits, a few roundings of float32, one token, one of the decoded positions; and of any other, a part of a rounding
+FLOORS = {
+    "unequal_logits": 1e-3, "mixing": 1e-5, "misrouted": 1.0, "tie_aware_agreement": 0.02, "non_tie_mismatch": 0.02,
+}  # fmt: skip
+FLOOR = 1e-4
 START_SECONDS = 400
 
 
@@ -153,7 +156,7 @@ def bounds(healthy: list[dict[str, float]], thresholds: list[policy.Threshold]) 
         if item.bound:
             found[item.number] = 1 - item.value if leaf in SHARES else item.value
         else:
-            found[item.number] = max(HEADROOM * max(values), FLOORS.get(leaf, 0.0))
+            found[item.number] = max(HEADROOM * max(values), FLOORS.get(leaf, FLOOR))
     return found
 
 
@@ -278,7 +281,8 @@ def one_checkpoint(
         except Rejected as error:
             print(json.dumps({"seed": seed, "fault": fault, "not_run": str(error)}), flush=True)
             continue
-        numbers = numerics.compare(*wrong, first)
+        # The log-probabilities once; every fault is seen better in the modules.
+        numbers = numerics.compare(*wrong, first, whole=seed == args.seeds[0])
         result["faults"].append({"seed": seed, "fault": fault, "numbers": numbers})
         line = {"seed": seed, "fault": fault, "seconds": round(time.monotonic() - began, 1)}
         print(json.dumps(line | evaluate(result)["margins"][fault]), flush=True)

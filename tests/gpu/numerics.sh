@@ -5,20 +5,26 @@
 #   numerics.sh partial [FOLDER]  a four-layer cut with partial rotation: its wrong pairing
 #   numerics.sh full [FOLDER]     load, numerics and cleanup of the suite on all layers (48 GB)
 # FOLDER (default /dev/shm/numerics) holds one checkpoint at a time, and in out what is to be kept. One JSON line a result.
-# FAULTS="NAME ..." takes some of the planted faults; SEEDS and PROMPTS change the measurement. TIMEOUT (seconds) bounds it.
+# FAULTS="NAME ..." takes some of the planted faults; SEEDS, PROMPTS and FAULT_SEEDS (of how many checkpoints faults are
+# planted in the reference) change the measurement. TIMEOUT (seconds) bounds it.
 set -euo pipefail
 what=${1:?say measure, planted, partial or full}
 folder=${2:-/dev/shm/numerics}
-cd "${HORIZON_HOME:-$(dirname "$(readlink -f "$0")")/../..}"
+cd "$(dirname "$(readlink -f "$0")")/../.."
 mkdir -p "$folder/out"
 export PYTHONDONTWRITEBYTECODE=1
+engine=$(python3 -c 'import importlib.util as u; print(u.find_spec("sglang").submodule_search_locations[0])')
+[ -e "$engine/srt/model_loader/module_outputs.py" ] || {
+  echo "numerics.sh: the engine of this root has no recorder: build the image from this checkout" >&2
+  exit 2
+}
 read -ra faults <<<"${FAULTS:-all}"
 read -ra seeds <<<"${SEEDS:-0 1 2}"
 
 case $what in
   measure)
-    timeout "${TIMEOUT:-300}" python3 -B -m benchmarks.numerics --work "$folder" --out "$folder/out/numerics-mova-cut6.json" \
-      --layers 6 --seeds "${seeds[@]}" --prompts "${PROMPTS:-2}" --faults "${faults[@]}"
+    timeout "${TIMEOUT:-360}" python3 -B -m benchmarks.numerics --work "$folder" --out "$folder/out/numerics-mova-cut6.json" \
+      --layers 6 --seeds "${seeds[@]}" --prompts "${PROMPTS:-2}" --faults "${faults[@]}" --fault-seeds "${FAULT_SEEDS:-3}"
     ;;
   partial)
     timeout "${TIMEOUT:-150}" python3 -B -m benchmarks.numerics --work "$folder" --out "$folder/out/numerics-375b-cut4.json" \
