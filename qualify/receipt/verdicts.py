@@ -58,7 +58,9 @@ def blockers(extension: dict[str, Any], section: Section) -> list[str]:
         if stages[name]["result"] != PASSED:
             found.append(f"the stage {name} is {stages[name]['result']}")
         elif stages[name]["unmeasured"]:
-            found.append(f"the stage {name} has no measured bound for {', '.join(stages[name]['unmeasured'])}")
+            missing = stages[name]["unmeasured"]
+            more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+            found.append(f"the stage {name} has no measured bound for {', '.join(missing[:5])}{more}")
     found += [f"the stage {name} is failed" for name in STAGES
               if name not in section.required and stages[name]["result"] == FAILED]  # fmt: skip
     return found

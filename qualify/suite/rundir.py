@@ -42,7 +42,7 @@ class RunDirectory:
         self.run, self.manifest, self.work = path / "run.json", path / "manifest.json", path / "work"
         self.journal = self.work / "digests.json"
         self.server, self.status, self.exit = (self.work / f"{name}.json" for name in ("server", "status", "exit"))
-        self.load_reports = self.work / "load"
+        self.load_reports, self.module_outputs = self.work / "load", self.work / "modules"
 
     def create(self) -> None:
         """Raises CannotRun where it cannot be written."""

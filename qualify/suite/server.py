@@ -24,6 +24,8 @@ from qualify.suite import load_report, processes
 from qualify.suite.rundir import RunDirectory, write_json
 
 COMMAND = [sys.executable, "-P", "-m", "launch"]
+#: folder in which the engine records its modules when the numerics stage asks it to (``qualify.numerics``)
+MODULE_OUTPUTS = "HORIZON_MODULE_OUTPUTS"
 #: seconds for the launcher to end by itself when the sitting is broken off; it kills its engine before it ends
 GRACE = 20
 
@@ -43,8 +45,11 @@ class Server:
     def start(self) -> None:
         """Start the launcher. Descendants that outlive their parents become ours."""
         run = self.run
-        shutil.rmtree(run.load_reports, ignore_errors=True)
-        run.load_reports.mkdir()
+        told = {load_report.VARIABLE: run.load_reports, MODULE_OUTPUTS: run.module_outputs}
+        for folder in told.values():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+        told["HORIZON_STATUS"] = run.status
         for path in (run.server, run.status, run.exit):
             path.unlink(missing_ok=True)
         processes.become_subreaper()
@@ -54,7 +59,7 @@ class Server:
                 [*COMMAND, *self.arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                 # A session of its own: Ctrl-C reaches the sitting alone, which stops it in order.
                 start_new_session=True, preexec_fn=processes.end_with_parent,
-                env=self.environment | {"HORIZON_STATUS": str(run.status), load_report.VARIABLE: str(run.load_reports)},
+                env=self.environment | {name: str(path) for name, path in told.items()},
             )  # fmt: skip
         write_json(run.server, {"pid": self.process.pid, "began": time.time(), "gpu_bytes_before": before})
 

@@ -190,6 +190,10 @@ class Ledger:
             from sglang.srt.model_loader import load_report
 
             load_report.write(self, model)
+        if os.environ.get("HORIZON_MODULE_OUTPUTS"):
+            from sglang.srt.model_loader import module_outputs
+
+            module_outputs.register(model)
         self.state = State.READY
         del model.forward  # the instance's refusal; the class has the real one
 
