@@ -25,11 +25,14 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """``wrong``: why it is not the same answer, else empty; ``differences``: of log-probabilities up to a fork, in nat."""
+    """``wrong``: why it is not the same answer, else empty; ``differences``: of log-probabilities up to a fork, in nat.
+
+    ``tie``: by how much the other token was less likely alone where they forked, in nat; None where they did not.
+    """
 
     wrong: str
     differences: list[float]
-    forked: bool = False
+    tie: float | None = None
 
 
 def of(meta: dict[str, Any]) -> Answer:
@@ -46,7 +49,7 @@ def compare(alone: Answer, other: Answer, bound: float, margin: float) -> Compar
     log-probabilities differ by no more. Both in nat.
     """
     differences: list[float] = []
-    forked = False
+    tie = None
     if len(other.ids) < len(alone.ids) or len(other.ids) != len(other.logprobs):
         return Comparison(f"it has {len(other.ids)} tokens with {len(other.logprobs)} log-probabilities", [])
     for place, (mine, its, before, now) in enumerate(
@@ -55,15 +58,15 @@ def compare(alone: Answer, other: Answer, bound: float, margin: float) -> Compar
         if not isinstance(now, float) or not math.isfinite(now):
             return Comparison(f"the log-probability of token {place} is no finite number", differences)
         if mine != its:
-            if before - alone.top[place].get(its, -math.inf) > margin:
+            tie = before - alone.top[place].get(its, -math.inf)
+            if tie > margin:
                 return Comparison(f"token {place} is another one, and no near tie", differences)
-            forked = True
             break
         differences.append(abs(now - before))
     if differences and statistics.fmean(differences) > bound:
         mean = statistics.fmean(differences)
-        return Comparison(f"its log-probabilities differ by {mean:.3f} nat on average", differences, forked)
-    return Comparison("", differences, forked)
+        return Comparison(f"its log-probabilities differ by {mean:.3f} nat on average", differences, tie)
+    return Comparison("", differences, tie)
 
 
 def alike(answers: Sequence[Answer], bound: float, margin: float) -> list[tuple[int, int]]:

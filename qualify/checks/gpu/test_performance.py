@@ -16,8 +16,8 @@ REPETITIONS = 2
 def test_start_up(directory, server, launched, status, measure):
     """Where the seconds from the launcher's start to ready went: by the engine's own clocks, but for checks and ready.
 
-    ``checks``: from the launcher's start to the engine's; ``scheduler``: all of weights, cache and graphs, in the slowest
-    rank; ``other``: the interpreter, imports, processes, tokeniser and warm-up.
+    ``checks``: from the launcher's start to the engine's; ``scheduler``: all of weights, cache and graphs; ``other``:
+    the interpreter, imports, processes, tokeniser and warm-up.
     """
     told = server.ask("/server_info", method="GET")["startup_time"]
     ready = directory.status.stat().st_mtime - launched["began"]
