@@ -114,7 +114,9 @@ class Engine:
         prompt = self.prompt(path, body)
         if not prompt or not all(type(token) is int for token in prompt):
             raise ValueError("prompt")
-        if len(prompt) + wanted > self.context and not self.wrong.get("truncate"):
+        if len(prompt) + wanted > self.context and self.wrong.get("truncate"):
+            sampling["max_tokens"] = 1
+        elif len(prompt) + wanted > self.context:
             raise ValueError(f"the prompt is longer than the context length ({self.context})")
 
     def prompt(self, path: str, body: dict) -> list[int]:

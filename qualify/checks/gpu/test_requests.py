@@ -92,7 +92,8 @@ def test_server_info_equals_the_plan(status, planned):
         name: Choice(arguments.lookup(name), flag["value"], (), flag["source"]) for name, flag in told["flags"].items()
     }
     ran = Plan(told["artifact"], told["target"], choices, told["declared"], told["expect"], told["uncatalogued"], None)
-    assert effective.differences(ran, get(f"{status['url']}/server_info", planned.key, seconds=60)) == []
+    found = effective.differences(ran, get(f"{status['url']}/server_info", planned.key, seconds=60))
+    assert not found, "; ".join(found)
     assert {name: choice.value for name, choice in planned.choices.items()}.items() <= {
         name: choice.value for name, choice in choices.items()
     }.items()
