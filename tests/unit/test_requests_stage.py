@@ -16,6 +16,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(ROOT), str(HERE)]
 from test_suite import Suite, free_port  # noqa: E402
 
+from qualify.receipt import sanitise, schema  # noqa: E402
 from qualify.requests import canary, malformed  # noqa: E402
 
 COMPLETION, CHAT, COLD, MANY, GONE, TOO_LONG, MALFORMED, PARSERS, LONG, INFO = (
@@ -82,6 +83,10 @@ def failed(told: dict) -> set[str]:
     return {test.rpartition("::")[2] for test, outcome in told["tests"].items() if outcome != "passed"}
 
 
+def fits_a_receipt(numbers: dict) -> bool:
+    return (schema.defect(numbers, "numbers"), sanitise.find({"numbers": numbers})) == (None, None)
+
+
 def test_a_right_server_passes(loaded):
     told = stage(loaded, "requests", {})
     assert (told["result"], failed(told)) == ("passed", set()), told["reason"]
@@ -90,6 +95,7 @@ def test_a_right_server_passes(loaded):
     assert (numbers["crossed_answers"], numbers["canary_near_ties"], numbers["canary_tokens"]) == (0, 0, 64 * 32)
     assert (numbers["malformed_bodies"], numbers["malformed_accepted"]) == (len(malformed.bodies("x")), 0)
     assert (numbers["requests_left"], numbers["errors"], numbers["long_prompt_tokens"]) == (0, 0, 16384)
+    assert fits_a_receipt(numbers)
 
 
 #: what the stand-in does wrong -> the tests that fail for it, and words of the first reason
@@ -142,6 +148,7 @@ def test_the_cookbooks_workload_runs_on_two_launches(tmp_path):
     one = Suite(tmp_path)
     done = one.run("--only", "performance", "--full")
     assert set(one.results().values()) == {"passed"}, done.stdout + done.stderr
+    assert fits_a_receipt(one.stages()["performance"]["numbers"])
     told = one.stages()["performance"]["numbers"]["cookbook"]
     assert set(told) == {"launch-1", "launch-2"}
     for launch in told.values():

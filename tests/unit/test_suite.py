@@ -515,6 +515,7 @@ def test_a_run_directory_of_something_else(passed, tmp_path):
         ([], {"FAKE_GPU_NAME": "NVIDIA RTX PRO 6000"}, 2, "(sm120), and target h200"),
         (["--target", "sm120"], {}, 2, "the GPU is NVIDIA H200 (sm90), and target sm120 is any (sm120)"),
         (["--only", "cooking"], {}, 1, "invalid choice: 'cooking'"),
+        (["--only", "load", "--full"], {}, 1, "--full is of the stage performance, and --only leaves that out"),
     ],
 )
 def test_refused(suite, words, environment, code, says):
