@@ -1,8 +1,8 @@
 """Requests that no server may answer with 200, fail on with 500, or die of.
 
-Not among them, because SGLang 0.5.23 behaves otherwise: it serves any model name, takes a negative ``n``, ``top_k`` or
-``logprobs``, and *dies* of token ids outside the vocabulary and of more ``logprobs`` than the vocabulary has tokens
-(docs/qualification.md). ``DEFECTS`` are those that it answers with 500 and outlives.
+Not among them, because SGLang 0.5.23 behaves otherwise: it serves any model name, and takes a negative ``n``, ``top_k``
+or ``logprobs`` (docs/qualification.md). ``DEFECTS`` are those that it answers with 500 and outlives. Those outside the
+vocabulary ended the server without the patch ``request-bounds``.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def bodies(model: str) -> list[tuple[str, str, bytes]]:
         changed("null for a prompt", COMPLETIONS, plain, prompt=None),
         changed("an empty prompt", COMPLETIONS, plain, prompt=""),
         changed("no token in the prompt", COMPLETIONS, plain, prompt=[]),
+        changed("a token outside every vocabulary", COMPLETIONS, plain, prompt=[1, 1 << 31]),
         changed("an empty prompt in a list", COMPLETIONS, plain, prompt=[[]]),
         changed("a number for a prompt", COMPLETIONS, plain, prompt=5),
         changed("tokens and text in one prompt", COMPLETIONS, plain, prompt=[1, "a"]),
@@ -63,6 +64,8 @@ def bodies(model: str) -> list[tuple[str, str, bytes]]:
         changed("negative max_tokens", CHAT, chat, max_tokens=-4),
         changed("a tool wanted and none given", CHAT, chat, tool_choice="required"),
         changed("no token in the prompt", GENERATE, native, input_ids=[]),
+        changed("a negative token", GENERATE, native, input_ids=[1, -1]),
+        changed("more log-probabilities than tokens", GENERATE, native, return_logprob=True, top_logprobs_num=10**9),
         changed("a text for tokens", GENERATE, native, input_ids="a"),
         without("no prompt", GENERATE, native, "input_ids"),
         changed("negative max_new_tokens", GENERATE, native, sampling_params={"max_new_tokens": -1}),

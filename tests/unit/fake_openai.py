@@ -112,8 +112,10 @@ class Engine:
         except re.error as error:
             raise ValueError("regex") from error
         prompt = self.prompt(path, body)
-        if not prompt or not all(type(token) is int for token in prompt):
+        if not prompt or not all(type(token) is int and 0 <= token < self.vocabulary for token in prompt):
             raise ValueError("prompt")
+        if body.get("top_logprobs_num", 0) > self.vocabulary:
+            raise ValueError("top_logprobs_num")
         if len(prompt) + wanted > self.context and self.wrong.get("truncate"):
             sampling["max_tokens"] = 1
         elif len(prompt) + wanted > self.context:
