@@ -16,6 +16,7 @@ from tests.engine.numerics_server import Engine, serving
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTH, WANTED = 96, 3
+POLICY = (ROOT / "qualify/policy.toml").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -174,12 +175,16 @@ def test_an_engine_that_records_nothing(model, recorder, tmp_path, monkeypatch):
 # --- the stage ----------------------------------------------------------------------------------------------------
 
 
-def stage(model, out, fault=None, tp=1):
-    """What the stage's own process says, with a stand-in engine behind HTTP."""
+def stage(model, out, fault=None, tp=1, length=256, policy="", **changes):
+    """What the stage's own process says, with a stand-in engine behind HTTP. ``policy`` replaces the project's file."""
+    engine = Engine(model, out / "work/modules", 2, fault)
+    for name, change in changes.items():
+        setattr(engine, name, change)
     for name in ("work/modules", "stages", "logs"):
         (out / name).mkdir(parents=True)
     arguments = ["--model-path", str(model), "--tp-size", str(tp), "--host", "127.0.0.1"]
-    with serving(Engine(model, out / "work/modules", 2, fault)) as url:
+    (out / "policy.toml").write_text(policy or POLICY)
+    with serving(engine) as url:
         (out / "work/status.json").write_text(json.dumps({"state": "ready", "url": url, "detail": ""}))
         (out / "run.json").write_text(json.dumps({"topology": {"tp": tp, "ep": 1, "pp": 1}}))
         environment = os.environ | {
@@ -188,7 +193,8 @@ def stage(model, out, fault=None, tp=1):
             "HORIZON_LAUNCH": json.dumps({"artifact": "mova-fp8", "arguments": arguments, "target": "sm90"}),
         }  # fmt: skip
         code = (
-            "from qualify import numerics; numerics.LENGTHS, numerics.DECODED = (256,), 3; "
+            f"from qualify import numerics, policy; numerics.LENGTHS, numerics.DECODED = ({length},), 3; "
+            f"from pathlib import Path; policy.PATH = Path({str(out)!r}, 'policy.toml'); "
             "from qualify.suite import stage; stage.main('numerics')"
         )
         subprocess.run(
@@ -205,6 +211,49 @@ def test_the_stage(model, tmp_path):
     assert numbers["expert_tokens"] >= 8
     assert {"modules", "layers", "stream", "decode", "mean_abs_logprob_error"} <= numbers.keys()
     assert list((tmp_path / "out/work/modules").iterdir()) == []
+
+
+def test_a_bound_fails_the_stage_of_a_wrong_engine(model, tmp_path):
+    """The project's policy with one bound in it; the same bound passes the right engine."""
+    head = (
+        '[thresholds.numerics-expert]\nstage = "numerics"\n'
+        'number = "modules.ffn.worst_expert"\nunit = "relative error"\n'
+    )
+    start = POLICY.index(head) + len(head)
+    end = POLICY.index("\n\n", start)
+    bounded = f'{POLICY[:start]}max = 0.02\nsource = "a test"{POLICY[end:]}'
+    right = stage(model, tmp_path / "right", policy=bounded)
+    assert right["result"] == "passed", right["reason"]
+    wrong = stage(model, tmp_path / "wrong", policy=bounded, fault="expert-scale-doubled")
+    assert wrong["result"] == "failed" and wrong["reason"].endswith("missed: numerics-expert"), wrong["reason"]
+    # Its numbers are there all the same.
+    assert wrong["numbers"]["modules"]["ffn"]["worst_expert"] > 0.02
+
+
+def other_embedding(written, tensors):
+    if written == "layer-000":
+        tensors["norm.input"][0, 0] += 1
+
+
+def infinite(written, tensors):
+    if written == "final":
+        tensors["final.output"][0, 0] = torch.inf
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"touch": other_embedding}, "test_modules"),
+        ({"touch": infinite}, "some number is not finite"),
+        ({"spoil": not_a_number}, "are not finite numbers"),
+        ({"length": 16}, "an expert got"),
+        ({"length": 200}, "200 positions, fewer than 256"),
+    ],
+    ids=str,
+)
+def test_what_needs_no_measurement_fails_the_stage(model, tmp_path, change, reason):
+    told = stage(model, tmp_path / "out", **change)
+    assert told["result"] == "failed" and reason in told["reason"], told["reason"]
 
 
 def test_the_stage_over_two_ranks_is_not_run(model, tmp_path):

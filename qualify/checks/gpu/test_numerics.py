@@ -39,10 +39,11 @@ def compared(server, planned, run, model, directory):
 
 def test_log_probabilities(compared, measure):
     measure(**{name: value for name, value in compared.items() if name not in ("modules", "layers", "stream")})
-    assert compared["positions"] >= POSITIONS and compared["decode"]["positions"] > 0
     assert compared.get("expert_tokens", prompts.MINIMUM) >= prompts.MINIMUM, (
         f"an expert got {compared['expert_tokens']} of {compared['prompt_tokens']} tokens, fewer than {prompts.MINIMUM}"
     )
+    assert compared["positions"] >= POSITIONS, f"{compared['positions']} positions, fewer than {POSITIONS}"
+    assert compared["decode"]["positions"] > 0
     assert numerics.all_finite(compared), "some number is not finite"
 
 
