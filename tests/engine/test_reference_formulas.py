@@ -132,7 +132,7 @@ def test_attention_is_causal_grouped_and_scaled():
 
 
 def test_neighbouring_query_heads_share_a_kv_head():
-    """Four query heads, two KV heads: 0 and 1 read the first, 2 and 3 the second. Token 1 weighs tokens 0 and 1 with 1/4
+    """Four query heads, two KV heads: 0 and 1 read the first, 2 and 3 the second. Token 1 weighs the two with 1/4
     and 3/4, head 1 the other way round: 4 / 4 + 8 * 3/4 = 7, 4 * 3/4 + 8 / 4 = 5, and 70 of the tenfold values."""
     q, k, v = torch.zeros(2, 4, 4), torch.zeros(2, 2, 4), torch.zeros(2, 2, 4)
     q[1, :, 0] = 2 * LN3 * torch.tensor([1, -1, 1, 1])
