@@ -32,7 +32,7 @@ TOP = 5
 #: in the same batch, such as a health probe, keeps it from being recorded
 WAIT, TRIES = 30, 3
 #: bytes that a GPU must have free beside the server: for the reference's logits, and the parts of lm_head
-GPU_BYTES = 6 << 30
+GPU_BYTES = 4 << 30
 
 #: the engine's records of a layer as the reference's kinds: kind -> {its field: the engine's name}
 KINDS = {

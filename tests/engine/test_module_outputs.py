@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.functional import scaled_dot_product_attention
 
-from qualify import engine_cpu
+from qualify import engine_cpu, numerics
 from qualify.checks.loading import PROVENANCE
+from tests.engine.test_reference_engine import without_fp8
 
 TOKENS = 7
 IDS = torch.arange(TOKENS) * 5 + 3
@@ -161,6 +162,43 @@ def test_a_pass_that_fails_leaves_no_hook(tiny_mova, folder, stand_ins, monkeypa
             hidden(model, stand_ins(IDS))
     assert hooks(model) == 2
     assert not (folder / "pass").exists() and (folder / "failed").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "partitions", "groups"),
+    [("tiny_mova", 2, 2), ("tiny_mova", 1, 2), ("tiny_moe", 1, 1), ("tiny_dense", 1, 4)],
+)
+def test_what_it_records_is_what_the_reference_computes(
+    kind, partitions, groups, request, folder, monkeypatch, stand_ins
+):
+    """The engine's own modules, its native experts on weights without FP8, and every comparison of the stage."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+    from sglang.srt.model_loader import module_outputs
+
+    source, plain = request.getfixturevalue(kind), folder.parent / f"{folder.name}-plain"
+    without_fp8(source, plain, groups)
+    overrides = {} if kind == "tiny_dense" else {"xllm_source_router_gemm_partitions": partitions}
+    monkeypatch.undo()  # the experts' stand-in; the others are set again
+    monkeypatch.setenv("HORIZON_MODULE_OUTPUTS", str(folder))
+    monkeypatch.setattr(RadixAttention, "forward", attend)
+    monkeypatch.setattr(RotaryEmbedding, "forward", RotaryEmbedding.forward_native)
+    model = engine_cpu.load_model(plain, overrides=overrides)
+    module_outputs.register(model)
+    ids = numerics.draw(plain, json.loads((plain / "config.json").read_text()), 1, 64)
+    arm(folder, torch.tensor(ids))
+    hidden(model, stand_ins(torch.tensor(ids)))
+    rounded = numerics.references(plain, "cpu", partitions)[1]
+    run = numerics.Run(ids, numerics.Answer([], *[torch.empty(0)] * 3), folder / "pass")
+    found = numerics.compare(rounded, rounded, run, whole=False)["modules"]
+    assert found["embedding"]["max"] == 0 and found["add"]["max"] <= 2**-9
+    assert all(told["max"] < 0.01 for told in found.values() if "max" in told)
+    if kind != "tiny_dense":
+        assert found["router"]["unequal_logits"] == found["router"]["misrouted"] == 0
+        assert found["router"]["mixing"] < 1e-5
+    if kind == "tiny_mova":
+        assert found["values"]["unequal_logits"] == found["values"]["misrouted"] == 0
+        assert found["values"]["mixing"] < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["tiny_dense", "tiny_moe"])

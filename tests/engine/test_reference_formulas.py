@@ -132,10 +132,14 @@ def test_attention_is_causal_grouped_and_scaled():
 
 
 def test_neighbouring_query_heads_share_a_kv_head():
-    """Four query heads, two KV heads: 0 and 1 read the first, 2 and 3 the second."""
-    v = torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])
-    found = formulas.attention(torch.ones(1, 4, 2), torch.ones(1, 2, 2), v)
-    close(found, [[1.0, 2, 1, 2, 3, 4, 3, 4]])
+    """Four query heads, two KV heads: 0 and 1 read the first, 2 and 3 the second. Token 1 weighs the two with 1/4
+    and 3/4, head 1 the other way round: 4 / 4 + 8 * 3/4 = 7, 4 * 3/4 + 8 / 4 = 5, and 70 of the tenfold values."""
+    q, k, v = torch.zeros(2, 4, 4), torch.zeros(2, 2, 4), torch.zeros(2, 2, 4)
+    q[1, :, 0] = 2 * LN3 * torch.tensor([1, -1, 1, 1])
+    k[1, :, 0] = 1
+    v[:, :, 0] = torch.tensor([[4.0, 40], [8, 80]])
+    found = formulas.attention(q, k, v).view(2, 4, 4)[..., 0]
+    close(found, [[4.0, 4, 40, 40], [7.0, 5, 70, 70]])
 
 
 def matrix(value, fp8=False):
