@@ -189,6 +189,12 @@ def run_far() -> dict:
     result["permute out"] = bool(torch.equal(wide, routing.permute_activations(x)))
     total = zeros(2**31 + 128, dtype=x.dtype)
     routing.sum_routes_kernel[(3, 1)](x_far, ids, total, 2, 2**30, 2**30, TOP_K=1, BLOCK=128)
+    for name, tokens in (("small", 8), ("large", 2048)):
+        wide = torch.tensor([1, 2**32 + 1]).repeat(tokens // 2, 1).view(tokens, 1)  # expert 1, and masked
+        grouped, _ = routing.group_routes(wide, 2, 16)
+        placed = grouped.sorted_ids[: int(grouped.num_post_pad)]
+        live = placed[placed < tokens].sort().values.tolist()
+        result[f"{name} group"] = len(placed) == -(-tokens // 2 // 16) * 16 and live == list(range(0, tokens, 2))
     result["sum"] = bool(torch.equal(total.as_strided((3, 128), (2**30, 1)), x))
     return result
 
