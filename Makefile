@@ -61,9 +61,9 @@ verify-checkpoint: ## full SHA-256 of a checkpoint against the catalogue (MODEL_
 	@python3 -m qualify verify-checkpoint $(if $(MODEL_DIR),"$(MODEL_DIR)") $(if $(JSON),--json)
 
 .PHONY: qualify
-qualify: ## prove on a GPU host that an image serves a checkpoint (ARTIFACT= MODEL_DIR= TARGET=h200|sm120 [TP= EP= OUT=])
+qualify: ## prove on a GPU host that an image serves a checkpoint (ARTIFACT= MODEL_DIR= TARGET=h200|sm120 [TP= EP= OUT= FULL=1])
 	@python3 -m qualify.host --artifact "$(ARTIFACT)" --model-dir "$(MODEL_DIR)" --target "$(TARGET)" \
-		--tp "$(or $(TP),1)" --ep "$(or $(EP),1)" $(if $(OUT),--out "$(OUT)")
+		--tp "$(or $(TP),1)" --ep "$(or $(EP),1)" $(if $(OUT),--out "$(OUT)") $(if $(FULL),--full)
 
 .PHONY: host
 host: ## install what is missing here and start the container engine (root on Debian or Ubuntu)

@@ -597,11 +597,12 @@ def tune(args: argparse.Namespace, argv: list[str]) -> dict:
 # ---- reporting ----
 def table(result: dict) -> str:
     """Markdown table of the rows."""
-    columns = ("w4a16_ms", "triton_ms", "fp8_ms", "humming_ms", "bf16_ms")
+    columns = ("w4a16_ms", "triton_ms", "fp8_ms", "humming_ms", "humming_fp8_ms", "bf16_ms")
     lines = [
-        "| shape | tokens | W4A16 | Triton | FP8 | humming | BF16 | W4A16 / humming speed | share of copy bandwidth |"
+        "| shape | tokens | W4A16 | Triton | FP8 | humming | humming FP8 | BF16 | W4A16 / humming speed "
+        "| share of copy bandwidth |"
     ]
-    lines.append("|---|---|---|---|---|---|---|---|---|")
+    lines.append("|---|---|---|---|---|---|---|---|---|---|")
     for row in result["rows"]:
         cells = ["-" if row[c] is None else f"{row[c]:.4f}" for c in columns]
         ratio = "-" if row["humming_ms"] is None else f"{row['humming_ms'] / row['w4a16_ms']:.2f}"
@@ -647,6 +648,13 @@ def write(path: Path, text: str) -> None:
     Path(f.name).replace(path)
 
 
+def positive(text: str) -> int:
+    """A positive integer of the command line."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number.")
+    return int(text)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("run", "tune", "compile", "prebuild"))
@@ -654,13 +662,20 @@ def main() -> int:
     parser.add_argument("--table", type=Path, help="also write a Markdown table")
     parser.add_argument("--plot", type=Path, help="also write a plot (needs matplotlib)")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--tokens", nargs="+", type=int, help="only these batches")
-    parser.add_argument("--samples", type=int, default=90)
-    parser.add_argument("--paths", nargs="+", default=["w4a16", "fp8"], help="only these paths (tune)")
-    parser.add_argument("--jobs", type=int, default=14, help="compiling processes (tune)")
+    parser.add_argument("--tokens", nargs="+", type=positive, help="only these batches")
+    parser.add_argument("--samples", type=positive, default=90)
+    parser.add_argument(
+        "--paths", nargs="+", choices=("w4a16", "fp8"), default=["w4a16", "fp8"], help="only these paths (tune)"
+    )
+    parser.add_argument("--jobs", type=positive, default=14, help="compiling processes (tune)")
     parser.add_argument("--no-humming", dest="humming", action="store_false")
     parser.add_argument("--humming-cache", type=Path, help="humming's kernels, built ahead by prebuild")
     args = parser.parse_args()
+    for path in (args.output, args.table, args.plot):
+        if path and not path.parent.is_dir():
+            parser.error(f"{path}: its folder does not exist.")
+    if args.command == "tune" and (unknown := set(args.tokens or ()) - set(BLOCKS)):
+        parser.error(f"--tokens {min(unknown)}: tune knows {', '.join(map(str, BLOCKS))}.")
     if args.humming_cache:
         use_humming_cache(args.humming_cache)
     if args.command == "prebuild":

@@ -1,4 +1,4 @@
-"""Throughput of a running server: decode at several concurrencies, prefill, and two sanity checks beside them.
+"""Rates and latencies of a running server: decode at several concurrencies, prefill, and two sanity checks beside them.
 
     python3 -B -m benchmarks.serve --out FILE [--url http://127.0.0.1:30000] [--repetitions 3] [--note TEXT]
 

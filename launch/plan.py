@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launch import arguments, refused
+from launch import all_to_all, arguments, refused
 from launch.engine_flags import JSON, Flag
 from launch.models import choose
 from launch.recipe import Recipe, Setting
@@ -22,6 +22,7 @@ VARIABLES = {
     "PORT": "--port",
     "HOST": "--host",
     "SERVED_MODEL_NAME": "--served-model-name",
+    "A2A": all_to_all.FLAG,
 }
 OVERRIDES = "--json-model-override-args"
 #: Numbers that make sense, smallest and largest.
@@ -140,8 +141,9 @@ def build(
         _take(choices, OVERRIDES, override, "declared by the operator")
     settings = [s for s in recipe.settings if _holds(s, target, model)]
     tp = asked.get("--tp-size", (next((s.value for s in settings if s.flag == "--tp-size"), 1), ""))[0]
+    a2a = all_to_all.settle(recipe, asked, target, model, tp)
     for setting in settings:
-        if setting.tp and tp not in setting.tp:
+        if (setting.tp and tp not in setting.tp) or (setting.a2a and a2a not in setting.a2a):
             continue
         _take(choices, setting.flag, *asked.get(setting.flag, (setting.value, setting.reason)))
         if setting.fixed and choices[setting.flag].value != setting.value:
@@ -157,6 +159,7 @@ def build(
     for name, (smallest, largest) in RANGES.items():
         if name in choices and not smallest <= choices[name].value <= largest:
             raise Rejected(f"{name} {choices[name].value}: must be between {smallest} and {largest:,}")
+    all_to_all.check(a2a, choices)
     made = Plan(
         recipe.artifact, target, choices, declared, recipe.expect, _yes(environment, "UNCATALOGUED"),
         environment.get("REVISION"), model, bool(environment.get("API_KEY_FILE")), key,

@@ -30,6 +30,19 @@ class Setting:
     tp: tuple[int, ...] = ()
     #: names of the recipe's models that it holds for; empty means all
     models: tuple[str, ...] = ()
+    #: all-to-all backends that it holds for, ``none`` among them; empty means all
+    a2a: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AllToAll:
+    """A backend that moves tokens to the ranks that own their experts, and where it can."""
+
+    name: str
+    targets: tuple[str, ...]
+    tp: tuple[int, ...]
+    reason: str
+    models: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +84,8 @@ class Recipe:
     expect: dict[str, Any]
     #: the sizes that a checkpoint must have one of; empty where every size is launched alike
     models: tuple[Model, ...] = ()
+    #: all-to-all backends that the routed experts may be served with, beside none
+    all_to_all: tuple[AllToAll, ...] = ()
 
 
 def load(artifact: str, folder: Path | None = None) -> Recipe:
@@ -92,13 +107,17 @@ def load(artifact: str, folder: Path | None = None) -> Recipe:
             raw["artifact"],
             {name: target["status"] for name, target in raw["targets"].items()},
             tuple(
-                Setting(**item | {name: tuple(item.get(name, ())) for name in ("targets", "tp", "models")})
+                Setting(**item | {name: tuple(item.get(name, ())) for name in ("targets", "tp", "models", "a2a")})
                 for item in launch["flags"]
             ),
             tuple(Declaration(**{**item, "values": tuple(item["values"])}) for item in launch.get("declarations", ())),
             {item["name"]: item["reason"] for item in launch.get("refused", ())},
             launch.get("expect", {}),
             tuple(Model(item["name"], item["config"]) for item in launch.get("models", ())),
+            tuple(
+                AllToAll(**item | {name: tuple(item.get(name, ())) for name in ("targets", "tp", "models")})
+                for item in launch.get("all_to_all", ())
+            ),
         )
         for setting in recipe.settings:
             if table()[setting.flag].name != setting.flag or not setting.reason:
@@ -107,6 +126,8 @@ def load(artifact: str, folder: Path | None = None) -> Recipe:
                 raise ValueError(f"{setting.flag}: no target {', '.join(sorted(unknown))}")
             if unknown := set(setting.models) - {model.name for model in recipe.models}:
                 raise ValueError(f"{setting.flag}: no model {', '.join(sorted(unknown))}")
+            if unknown := set(setting.a2a) - {"none", *(entry.name for entry in recipe.all_to_all)}:
+                raise ValueError(f"{setting.flag}: no all-to-all backend {', '.join(sorted(unknown))}")
         for name in recipe.refused:
             if table()[name].name != name:
                 raise ValueError(f"{name}: not the engine's first spelling")

@@ -1,6 +1,6 @@
 """``make qualify``: the GPU tier inside a locked-down container on a host with Docker and the NVIDIA toolkit.
 
-    python3 -m qualify.host --artifact A --model-dir DIR --target h200|sm120 [--tp N] [--ep N] [--out OUT]
+    python3 -m qualify.host --artifact A --model-dir DIR --target h200|sm120 [--tp N] [--ep N] [--out OUT] [--full]
 
 Runs from a checkout, on the host. Declarations and settings are variables, as for serving, and are handed on.
 """
@@ -41,11 +41,12 @@ def main() -> int:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--ep", type=int, default=1)
     parser.add_argument("--out", default="")
+    parser.add_argument("--full", action="store_true")
     args = parser.parse_args()
     model, out = check(args.artifact, args.model_dir, args.target, args.out)
     suite = [
         "python3", "-m", "qualify", "run", "--tier", "gpu", "--artifact", args.artifact, "--target", args.target,
-        "--tp", str(args.tp), "--ep", str(args.ep),
+        "--tp", str(args.tp), "--ep", str(args.ep), *(["--full"] if args.full else []),
     ]  # fmt: skip
     docker = client(suite, model, out)
     image = f"{REPOSITORY}/{args.artifact}:candidate"

@@ -22,7 +22,7 @@ CHECKS = Path(__file__).resolve().parent / "checks"
 
 #: tier -> its stages in order
 TIERS = {
-    "cpu": ["identity", "load"],
+    "cpu": ["identity", "load", "compiler"],
     "gpu": ["identity", "checkpoint", "load", "numerics", "requests", "performance", "cleanup"],
 }
 
@@ -125,6 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     gpu.add_argument("--ep", type=int, default=1, metavar="N", help="expert parallelism (default 1)")
     gpu.add_argument("--out", type=Path, metavar="OUT", help="the run directory; another sitting goes on with it")
     gpu.add_argument("--only", nargs="+", choices=TIERS["gpu"], default=[], metavar="STAGE", help="these stages alone")
+    gpu.add_argument("--full", action="store_true", help="performance: also the cookbook's workload, on two launches")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -143,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _cpu(args: argparse.Namespace) -> list[dict[str, Any]]:
-    if given := [name for name in ("artifact", "model_dir", "target", "out", "only") if getattr(args, name)]:
+    if given := [name for name in ("artifact", "model_dir", "target", "out", "only", "full") if getattr(args, name)]:
         raise Rejected(f"--{given[0].replace('_', '-')} is for --tier gpu")
     results = []
     for name in TIERS["cpu"]:
@@ -158,6 +159,8 @@ def _cpu(args: argparse.Namespace) -> list[dict[str, Any]]:
 def _gpu(args: argparse.Namespace) -> list[dict[str, Any]]:
     if missing := [name for name in ("artifact", "model_dir", "target", "out") if not getattr(args, name)]:
         raise Rejected(f"--tier gpu needs --{missing[0].replace('_', '-')}")
+    if args.full and args.only and "performance" not in args.only:
+        raise Rejected("--full is of the stage performance, and --only leaves that out")
     from qualify.suite import sitting
 
     return list(sitting.sit(args, os.environ).values())

@@ -1,7 +1,8 @@
 """One sitting of the GPU tier: which stages must run, each in a process of its own, and the server beside them.
 
 Between ``load`` and ``cleanup`` one server runs. If any stage of that group must run, load and cleanup run with it; a
-stage that does not pass leaves the later ones of the group not-run, but for cleanup, which always runs.
+stage that does not pass leaves the later ones of the group not-run, but for cleanup, which always runs. ``--full``
+starts a server once more before that, for the performance stage alone.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ SERVED = ORDER[ORDER.index("load") :]
 FIRST, LAST = SERVED[0], SERVED[-1]
 #: variables by which a stage's process finds the launch and the checkpoint
 LAUNCH, MODEL = "HORIZON_LAUNCH", "HORIZON_MODEL_DIR"
+#: variable that has the number of the launch where the performance stage measures the cookbook's workload, and how many
+#: launches that takes
+FULL, LAUNCHES, MEASURED = "HORIZON_FULL", 2, "performance"
 POLL = 0.2
 #: seconds that a stage has to notice by itself that its server is gone
 GRACE = 20
@@ -74,7 +78,7 @@ def sit(args: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, d
             {**environment, VARIABLE: str(out), MODEL: str(root), "TARGET": arch, "PYTHONPATH": os.pathsep.join(paths),
              LAUNCH: json.dumps({"artifact": artifact, "arguments": arguments, "target": arch})},
         )  # fmt: skip
-        sitting.run(wanted)
+        sitting.run(wanted, args.full)
         return {name: run.read(name, sha256) or sitting.blank(name, "nobody has run it") for name in wanted}
 
 
@@ -89,9 +93,10 @@ class Sitting:
         self.server = Server(run, launch, environment, gpu["count"])
         self.screen = Screen()
 
-    def run(self, wanted: list[str]) -> None:
-        """Run the wanted stages that have not passed, and what they need."""
-        due = [name for name in wanted if not self._kept(name)]
+    def run(self, wanted: list[str], full: bool) -> None:
+        """Run the wanted stages that have not passed, and what they need; ``full``: the cookbook's workload too."""
+        self.environment.pop(FULL, None)
+        due = [name for name in wanted if not self._kept(name, full)]
         served = [name for name in due if name in SERVED and self._exists(name)]
         if served and self._exists(FIRST):
             served = [name for name in SERVED if name in (FIRST, LAST, *served) and self._exists(name)]
@@ -105,6 +110,12 @@ class Sitting:
             elif not self._exists(FIRST):
                 self._note(name, "not-run", f"there is no module of the stage {FIRST}")
         if served and self._exists(FIRST):
+            if full and MEASURED in served:
+                (self.directory.work / "cookbook.json").unlink(missing_ok=True)
+                for launch in range(1, LAUNCHES):
+                    self.environment[FULL] = str(launch)
+                    self._serve([name for name in served if name in (FIRST, MEASURED, LAST)])
+                self.environment[FULL] = str(LAUNCHES)
             self._serve(served)
 
     def blank(self, name: str, reason: str, result: str = "not-run") -> dict[str, Any]:
@@ -115,14 +126,18 @@ class Sitting:
             "began": _now(), "seconds": 0.0,
         }  # fmt: skip
 
-    def _kept(self, name: str) -> bool:
-        """Passed for the same run and on the same GPU model, and could run again: a removed stage is not kept."""
+    def _kept(self, name: str, full: bool) -> bool:
+        """Passed for the same run and on the same GPU model, and could run again: a removed stage is not kept.
+
+        Nor is a performance stage without the cookbook's workload, where that is wanted.
+        """
         found = self.directory.read(name, self.sha256)
         return (
             found is not None
             and found["result"] == "passed"
             and self._exists(name)
             and (found["gpu"] or {}).get("name") == self.gpu["name"]
+            and (name != MEASURED or not full or "cookbook" in found["numbers"])
         )
 
     def _exists(self, name: str) -> bool:

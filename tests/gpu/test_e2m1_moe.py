@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "patches/sglang/files/sglang/srt/layers/moe"))
 
-from e2m1_k32 import fused_experts  # noqa: E402
+from e2m1_k32 import E2M1Experts, fused_experts  # noqa: E402
 from e2m1_k32.layout import DECODE_ORDER, FP8_ORDER, W4A16_ORDER, reorder  # noqa: E402
 from e2m1_k32.quantize import quantize_rows  # noqa: E402
 from e2m1_k32.reference import emulate_fp8, moe_reference, random_experts, relative_error  # noqa: E402
@@ -32,19 +32,14 @@ _spec.loader.exec_module(cases)
 # width the bound is the published one.
 BOUNDS = {"w4a16": 1e-3, "fp8": 9.5e-3}
 TINY_FP8_BOUND = 3e-2
+# Most of this file's time is compilation, so cases that only differ in routing share a width.
+WIDTH = {"hidden": 512, "intermediate": 256}
 LARGE = {
     "decode": {"tokens": 16, "experts": 64, "top_k": 8, "hidden": 2560, "intermediate": 768},
-    "prefill": {"tokens": 700, "experts": 16, "top_k": 4, "hidden": 1024, "intermediate": 512},
-    "big_blocks": {"tokens": 900, "experts": 4, "top_k": 2, "hidden": 512, "intermediate": 256},
-    "uneven": {"tokens": 600, "experts": 8, "skew": True, "hidden": 512, "intermediate": 256},
-    "masked_large": {
-        "tokens": 600,
-        "experts": 8,
-        "masked": True,
-        "hidden": 256,
-        "intermediate": 256,
-        "ids": "int64",
-    },
+    "prefill": {"tokens": 700, "experts": 16, **WIDTH},
+    "big_blocks": {"tokens": 900, "experts": 4, **WIDTH},
+    "uneven": {"tokens": 600, "experts": 8, "skew": True, **WIDTH},
+    "masked_large": {"tokens": 600, "experts": 8, "masked": True, "ids": "int64", **WIDTH},
     "published_width": {"tokens": 33, "experts": 12, "top_k": 8, "hidden": 4096, "intermediate": 1024},
 }
 ALL = cases.CASES | LARGE
@@ -76,7 +71,7 @@ def test_matches_float64(name, path, generator):
     ["one_token", "int64_ids", "masked_routes", "all_masked", "uneven_routing", "narrow_tail", "zero_scales"],
 )
 def test_decode_kernel(name, tile, generator):
-    case = cases.CASES[name] | {"hidden": 512, "intermediate": 256}
+    case = cases.CASES[name] | WIDTH
     x, w, weights, ids = cases.make_case(case, generator, "cuda")
     m, n, warps = tile
     out = torch.full(x.shape, float("nan"), dtype=torch.bfloat16, device="cuda")
@@ -97,16 +92,32 @@ DISPATCHED = [
 ]
 
 
+# A layer of 7 GB of which only the last experts are not zero: 2300 * 1536 * 1280 and 2300 * 2560 * 384 bytes, so that
+# the offset of every weight that counts is beyond 2^31.
+EXPERTS, REAL_WIDTH = 2300, (2560, 768)
+
+
+@pytest.fixture(scope="module")
+def far_experts():
+    few = random_experts(len(ROWS), *REAL_WIDTH, "cuda", torch.Generator().manual_seed(int.from_bytes(os.urandom(4))))
+    tensors = []
+    for tensor in (few.w13, few.w13_scale, few.w13_global, few.w2, few.w2_scale, few.w2_global):
+        far = torch.zeros((EXPERTS, *tensor.shape[1:]), dtype=tensor.dtype, device="cuda")
+        far[-len(ROWS) :] = tensor
+        tensors.append(far)
+    assert (EXPERTS - len(ROWS)) * min(tensors[0][0].nbytes, tensors[3][0].nbytes) > 2**31
+    return E2M1Experts(*tensors)
+
+
 @pytest.mark.parametrize(("path", "tiles"), DISPATCHED[::-1])
-def test_every_dispatched_tile(path, tiles, generator):
+def test_every_dispatched_tile(path, tiles, generator, far_experts):
     """Every entry of this device's tables, on the width of a real model and with every number of rows."""
-    experts = len(ROWS)
-    ids = torch.repeat_interleave(torch.arange(experts), torch.tensor(ROWS))
-    masked = torch.tensor([-1, experts + 2] * 8)[: 16 - len(ids) % 8]
+    w = far_experts
+    ids = torch.repeat_interleave(torch.arange(EXPERTS - len(ROWS), EXPERTS), torch.tensor(ROWS))
+    masked = torch.tensor([-1, EXPERTS + 2] * 8)[: 16 - len(ids) % 8]
     ids = torch.cat((ids, masked))
     ids = ids[torch.randperm(len(ids), generator=generator)].view(-1, 8).int().cuda()
-    w = random_experts(experts, 2560, 768, "cuda", generator)
-    x = torch.randn(len(ids), 2560, generator=generator).bfloat16().cuda()
+    x = torch.randn(len(ids), w.hidden_size, generator=generator).bfloat16().cuda()
     weights = torch.rand(ids.shape, generator=generator).cuda()
     out = torch.full_like(x, float("nan"))
     fused_experts(x, w, weights, ids, fp8=path == "fp8", out=out, tiles=tiles)
@@ -114,6 +125,37 @@ def test_every_dispatched_tile(path, tiles, generator):
     print(f"{path} {tiles}: relative error {error:.3e}")
     assert error <= BOUNDS[path]  # false for NaN
     assert torch.equal(out, fused_experts(x, w, weights, ids, fp8=path == "fp8", tiles=tiles))
+
+
+@pytest.mark.parametrize("path", ["w4a16", "fp8"])
+def test_activations_beyond_2_31(path, generator, far_experts):
+    """The last tokens of a batch whose rows after the down GEMM pass 2^31 elements, and of x with as wide a stride,
+    give the same bits as those tokens alone."""
+    hidden, last = REAL_WIDTH[0], 16
+    tokens = 2**31 // hidden // 8 + last + 1
+    ids = torch.randint(EXPERTS - len(ROWS), EXPERTS, (tokens, 8), generator=generator).int().cuda()
+    weights = torch.rand(tokens, 8, generator=generator).cuda()
+    x = torch.zeros(tokens, hidden, dtype=torch.bfloat16, device="cuda")
+    x[-last:] = torch.randn(last, hidden, generator=generator).bfloat16().cuda()
+    tiles = tile_table(path == "fp8", False, 10 * torch.cuda.get_device_capability()[0])[-1][1]
+    kind = {"fp8": path == "fp8", "tiles": tiles}
+    alone = fused_experts(x[-last:], far_experts, weights[-last:], ids[-last:], **kind)
+    assert alone.isfinite().all() and alone.norm() > 0
+    assert torch.equal(fused_experts(x, far_experts, weights, ids, **kind)[-last:], alone)
+    stride = 2**31 // (last - 1) // 16 * 16 + 16
+    apart = torch.empty(last * stride, dtype=torch.bfloat16, device="cuda").view(last, stride)[:, :hidden]
+    apart.copy_(x[-last:])
+    assert torch.equal(fused_experts(apart, far_experts, weights[-last:], ids[-last:], **kind), alone)
+
+
+@pytest.mark.parametrize(("path", "tile"), [("w4a16", None), ("fp8", None), ("decode", DecodeTile(64, 4))])
+def test_nan_stays_nan(path, tile, generator):
+    """A NaN in a token's activations makes that token's output NaN, and no other's."""
+    x, w, weights, ids = cases.make_case(cases.CASES["plain"] | WIDTH, generator, "cuda")
+    x[3, 77] = float("nan")
+    out = fused_experts(x, w, weights, ids, fp8=path == "fp8", tiles=tile and MoeTiles(8, tile, tile))
+    rows = torch.arange(len(x), device="cuda") == 3
+    assert torch.equal(out.isnan(), rows[:, None].expand_as(out))
 
 
 @pytest.mark.parametrize("path", ["w4a16", "fp8"])
@@ -164,8 +206,12 @@ def test_every_code_and_scale_is_exact(generator):
 def test_row_quantiser_equals_pytorch(generator):
     x = torch.randn(37, 4096, generator=generator).bfloat16().cuda()
     x[3] = 0
+    x[5, -1] = float("nan")
     q, scale = quantize_rows(x)
     assert torch.equal(scale[3], torch.ones_like(scale[3]))
+    assert torch.equal(scale.isnan(), x.isnan().any(-1))
+    x, q, scale = (t[torch.arange(37) != 5] for t in (x, q.view(torch.uint8), scale))
+    q = q.view(torch.float8_e4m3fn)
     inverse = torch.tensor(FP8_ORDER, device="cuda").argsort().tolist()
     back = reorder(q, tuple(inverse)).double() * scale[:, None].double()
     assert relative_error(back, emulate_fp8(x)) <= 1e-3

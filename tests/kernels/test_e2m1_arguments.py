@@ -9,8 +9,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "patches/sglang/files/sglang/srt/layers/moe"))
 
-from e2m1_k32 import fused_experts  # noqa: E402
+from e2m1_k32 import E2M1Experts, fused_experts, moe  # noqa: E402
 from e2m1_k32.reference import random_experts  # noqa: E402
+from e2m1_k32.tiles import DecodeTile, MoeTiles  # noqa: E402
 
 TOKENS, HIDDEN, TOP_K = 2, 128, 2
 
@@ -55,3 +56,32 @@ def test_a_wrong_tensor_is_named(experts, name, wrong, says):
     with pytest.raises(ValueError) as caught:
         fused_experts(given.pop("x"), experts, **given)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(("hidden", "intermediate", "fp8"), [(256, 128, False), (128, 256, False), (256, 256, True)])
+def test_decode_tiles_are_refused_where_their_kernel_would_miscompute(hidden, intermediate, fp8):
+    experts = random_experts(4, hidden, intermediate, "cpu", torch.Generator().manual_seed(0))
+    given = arguments() | {"x": torch.zeros(TOKENS, hidden, dtype=torch.bfloat16), "out": None}
+    with pytest.raises(ValueError, match="tiles are the decode kernel's"):
+        fused_experts(experts=experts, fp8=fp8, tiles=MoeTiles(8, DecodeTile(64, 4), DecodeTile(64, 4)), **given)
+
+
+@pytest.mark.parametrize(("global_experts", "counted"), [(None, 4), (4, 4), (32, 32)])
+def test_tiles_follow_the_experts_of_all_ranks(experts, monkeypatch, global_experts, counted):
+    asked = []
+
+    def pick(num_routes, num_experts, *rest):
+        asked.append((num_routes, num_experts, *rest))
+        raise InterruptedError
+
+    monkeypatch.setattr(moe, "pick_tiles", pick)
+    weights = (experts.w13, experts.w13_scale, experts.w13_global, experts.w2, experts.w2_scale, experts.w2_global)
+    given = arguments()
+    with pytest.raises(InterruptedError):
+        fused_experts(given.pop("x"), E2M1Experts(*weights, global_experts), **given)
+    assert asked == [(TOKENS * TOP_K, counted, False, False, 90)]
+
+
+def test_no_routes_per_token_give_zeros(experts):
+    given = arguments() | {"topk_ids": torch.zeros(TOKENS, 0, dtype=torch.int32), "topk_weights": torch.ones(TOKENS, 0)}
+    assert not fused_experts(given.pop("x"), experts, **given).any()

@@ -98,12 +98,46 @@ def test_well_formed_experts_are_accepted():
         ("w2", torch.zeros(2, 64, 256, dtype=torch.uint8).transpose(1, 2), "w2 must be contiguous"),
         ("w13", torch.zeros(2, 256, 32, dtype=torch.uint8), "must be multiples of 128"),
         ("w2", torch.zeros(2, 256), "must have three dimensions"),
+        ("w13", torch.zeros(0, 256, 128, dtype=torch.uint8), "there must be an expert"),
+        ("w13", torch.zeros(2, 256, 0, dtype=torch.uint8), "hidden size 0"),
+        ("w13", torch.zeros(2, 0, 128, dtype=torch.uint8), "intermediate size 0"),
+        ("w13", torch.zeros(2, 257, 128, dtype=torch.uint8), "intermediate size 128.5"),
+        ("global_experts", 1, "global_experts is 1, and w13 alone holds 2"),
     ],
 )
 def test_a_wrong_tensor_is_named(name, replacement, message):
     with pytest.raises(ValueError) as caught:
         layout.E2M1Experts(**tensors() | {name: replacement})
     assert message in str(caught.value)
+
+
+def shifted(t):
+    """``t`` at an address 4 bytes beyond an aligned one."""
+    raw = torch.zeros(t.nbytes + 4, dtype=torch.uint8)
+    return raw[4:].view(t.dtype).view(t.shape)
+
+
+@pytest.mark.parametrize("name", tensors())
+def test_alignment_and_device_of_every_tensor_are_checked(name):
+    given = tensors()
+    with pytest.raises(ValueError, match=f"^{name} must be contiguous and 16-byte aligned"):
+        layout.E2M1Experts(**given | {name: shifted(given[name])})
+    with pytest.raises(ValueError, match=r"^w\w+ is on \w+, w13 on \w+"):
+        layout.E2M1Experts(**given | {name: given[name].to("meta")})
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("name", ["w13_scale", "w2_scale"])
+def test_signed_and_nan_scales_are_refused(name, dtype):
+    for code in (0x7E, 0x7F, 0x80, 0xFE):
+        given = tensors()
+        given[name][-1, -1, -1] = code
+        given[name] = given[name].view(dtype)
+        if code == 0x7E:
+            layout.E2M1Experts(**given)
+            continue
+        with pytest.raises(ValueError, match=f"^{name} has a negative or NaN E4M3 scale"):
+            layout.E2M1Experts(**given)
 
 
 @pytest.mark.parametrize("arch", [90, 120])
@@ -119,3 +153,18 @@ def test_only_decode_tables_hold_decode_tiles():
     for table in (tiles.W4A16_TILES, tiles.FP8_TILES):
         assert not any(moe.decode for rows in table.values() for _, moe in rows)
     assert all(moe.decode for rows in tiles.DECODE_TILES.values() for _, moe in rows)
+
+
+@pytest.mark.parametrize(
+    ("m", "up", "down", "says"),
+    [
+        (8, tiles.DecodeTile(64, 4), tiles.Tile(64, 128, 4, 3), "must both be Tile or both DecodeTile"),
+        (8, tiles.Tile(64, 128, 4, 3), tiles.Tile(64, 128, 4, 3), "m is 8: .* at least 16"),
+        (4, tiles.DecodeTile(64, 4), tiles.DecodeTile(64, 4), "m is 4: .* at least 8"),
+        (48, tiles.Tile(64, 128, 4, 3), tiles.Tile(64, 128, 4, 3), "m is 48: .* power of two"),
+        (128, tiles.Tile(64, 128, 4, 3), tiles.Tile(64, 128, 4, 3, ahead=True), "m is 128: .* 256"),
+    ],
+)
+def test_tiles_that_no_kernel_runs_are_refused(m, up, down, says):
+    with pytest.raises(ValueError, match=says):
+        tiles.MoeTiles(m, up, down)

@@ -1,6 +1,6 @@
 """What the E2M1-K32 kernels compile to for sm_90 and sm_120, read from the machine code.  No GPU is needed.
 
-Every tile that ``pick_tiles`` can choose on sm_120 is cross-compiled (Triton's own ptxas and nvdisasm) for the
+Every tile that ``pick_tiles`` can choose is cross-compiled (Triton's own ptxas and nvdisasm) for the
 published sizes.  Compilation runs in a child process (this file as a script), because kernels imported for the
 interpreter cannot be compiled.
 """
@@ -23,14 +23,13 @@ HIDDEN, INTERMEDIATE = 4096, 1024
 
 
 def kernels() -> dict[str, tuple]:
-    """name -> (arch, fp8, gated, rows per block, tile): all sm_120 tiles, and the largest and decode ones of sm_90."""
+    """name -> (arch, fp8, gated, rows per block, tile) of every table entry."""
     from e2m1_k32.tiles import DECODE_TILES, FP8_TILES, W4A16_TILES
 
     found = {}
     for arch in (90, 120):
         for label, table in (("w4a16", W4A16_TILES), ("fp8", FP8_TILES), ("decode", DECODE_TILES)):
-            rows = table[arch] if arch == 120 else table[arch][-1:]
-            for _, tiles in rows:
+            for _, tiles in table[arch]:
                 for part, tile in (("up", tiles.up), ("down", tiles.down)):
                     found[f"sm_{arch} {label} {part} m{tiles.m} {tile}"] = (
                         arch,
@@ -139,6 +138,12 @@ def test_sm90_ahead_kernel_does_not_spill(compiled):
     assert not {name: r["local"] for name, r in select(compiled, "sm_90", "ahead=True)").items() if r["local"]}
 
 
+def test_sm90_spills_stay_rare(compiled):
+    """Capped registers let two blocks share an SM; the few spills that this costs were timed with the tiles."""
+    for name, r in select(compiled, "sm_90").items():
+        assert r["local"] <= 0.03 * r["instructions"], (name, r["local"], r["instructions"])
+
+
 @pytest.mark.parametrize("arch", [90, 120])
 def test_shared_memory_fits_a_block(compiled, arch):
     for name, r in select(compiled, f"sm_{arch}").items():
@@ -152,8 +157,9 @@ def test_decode_kernel_keeps_weights_out_of_shared_memory(compiled):
 
 
 def test_sm90_uses_warpgroup_instructions(compiled):
-    assert all(o.startswith("QGMMA") for r in select(compiled, "sm_90", "fp8").values() for o in r["matrix"])
-    assert all(o.startswith("HGMMA") for r in select(compiled, "sm_90", "w4a16").values() for o in r["matrix"])
+    for label, opcode in (("fp8", "QGMMA"), ("w4a16", "HGMMA")):
+        for name, r in select(compiled, "sm_90", label).items():
+            assert r["matrix"] and all(o.startswith(opcode) for o in r["matrix"]), (name, r["matrix"])
 
 
 if __name__ == "__main__":

@@ -1,16 +1,17 @@
 """Stands in for launch.engine: reads the same request, answers the endpoints that supervision and suite use, has two
-workers, and reports its load.
+workers, and reports its load. What stages ask is answered by fake_openai.py, which lists more ways to misbehave.
 
 FAKE_ENGINE (JSON) makes it misbehave: ``die`` (exit code) before serving, ``info`` (overrides of /server_info),
 ``print`` and ``stderr`` (text, with KEY for the API key), ``stubborn`` (ignores SIGTERM), ``workers`` (titles),
 ``slow`` (seconds), ``answers`` ({path: text} in place of the right one), ``code`` (exit code after SIGTERM),
-``nan`` and ``short`` (answers), ``moody`` (answers that change), ``kill``: {"who": engine, launcher or scheduler, "at":
-which /generate, 0 is while loading}, ``orphan`` (leaves a process of another session), ``scribble`` (writes into the
+``kill``: {"who": engine, launcher or scheduler, "at": which request for tokens, 0 is while loading; "model": of those
+that name this one}, ``orphan`` (leaves a process of another session), ``scribble`` (writes into the
 checkpoint at its end), ``leak`` (bytes of GPU memory that stay).
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -24,6 +25,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from fake_openai import CHAT, COMPLETIONS, GENERATE, Engine
+
 from launch import arguments
 from launch.engine_flags import table
 
@@ -31,6 +35,8 @@ ASK = json.loads(os.environ.get("FAKE_ENGINE", "{}"))
 #: safetensors' dtypes by torch's names
 DTYPES = {"F8_E4M3": "float8_e4m3fn", "BF16": "bfloat16", "F32": "float32"}
 LOCK, ASKED, WORKERS = threading.Lock(), [0], []
+#: as the engine measures its start
+STARTUP = {"load_weight": 0.01, "kv_cache_allocation": 0.01, "cuda_graph": {"decode": 0.02}, "scheduler_e2e": 0.05}
 
 
 def report(folder: Path, model: Path) -> None:
@@ -60,19 +66,6 @@ def maybe_kill(asked: int) -> None:
         time.sleep(600)  # nobody computes any more
 
 
-def answer(body: dict) -> dict:
-    """The answer to /generate: the same ids for the same prompt."""
-    given, wanted = body["input_ids"], body["sampling_params"]["max_new_tokens"]
-    seed = sum(given) + (ASKED[0] if ASK.get("moody") else 0)
-    ids = [(seed * 31 + step) % 32 for step in range(wanted)]
-    value = float("nan") if ASK.get("nan") else -1.5
-    told = {"prompt_tokens": len(given), "completion_tokens": wanted - ASK.get("short", 0)}
-    if body.get("return_logprob"):
-        told["input_token_logprobs"] = [[None, given[0]], *([value, one] for one in given[1:])]
-        told["output_token_logprobs"] = [[-0.5, one] for one in ids]
-    return {"text": "", "meta_info": told}
-
-
 def main() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # as launch.engine: it does not outlive its supervisor
     request = json.load(sys.stdin)
@@ -88,7 +81,10 @@ def main() -> None:
         sys.exit(ASK["die"])
     given = arguments.parse(request["arguments"])
     info = {table()[name].field: value for name, value in given.items()}
-    info |= {"trust_remote_code": False, "device": "cuda", "api_key": key, **ASK.get("info", {})}
+    info |= {"trust_remote_code": False, "device": "cuda", "api_key": key, "startup_time": STARTUP}
+    info |= ASK.get("info", {})
+    config = json.loads(Path(info["model_path"], "config.json").read_text())
+    engine = Engine(info["served_model_name"], config["vocab_size"], info["context_length"], ASK)
     titles = ASK.get("workers", ["sglang::scheduler", "sglang::detokenizer"])
     if folder := os.environ.get("HORIZON_LOAD_REPORT"):
         report(Path(folder), Path(info["model_path"]))
@@ -103,23 +99,38 @@ def main() -> None:
             if self.path == "/server_info" and key and self.headers.get("Authorization") != f"Bearer {key}":
                 self.send_error(401)
                 return
-            body = json.dumps(info).encode() if self.path == "/server_info" else b""
-            body = ASK.get("answers", {}).get(self.path, body.decode()).encode()
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(body)
+            told = info if self.path == "/server_info" else engine.get(self.path)
+            body = json.dumps(told) if told is not None else ""
+            self.answer(200, ASK.get("answers", {}).get(self.path, body))
 
         def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"null")
-            told = b""
-            if self.path == "/generate":
+            raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if self.path in (GENERATE, COMPLETIONS, CHAT):
                 with LOCK:
-                    ASKED[0] += 1
-                    maybe_kill(ASKED[0])
-                    told = json.dumps(answer(body)).encode()
-            self.send_response(200)
+                    # Of all requests, or of those for the model that the test names.
+                    if f'"model": "{ASK["kill"]["model"]}"'.encode() in raw if "model" in ASK.get("kill", {}) else True:
+                        ASKED[0] += 1
+                        maybe_kill(ASKED[0])
+            status, told = engine.post(self.path, raw)
+            if isinstance(told, dict):
+                self.answer(status, json.dumps(told))
+                return
+            self.send_response(status)
             self.end_headers()
-            self.wfile.write(told)
+            try:
+                for piece in told:
+                    self.wfile.write(f"data: {json.dumps(piece)}\n\n".encode())
+            except OSError as error:
+                with contextlib.suppress(OSError):
+                    told.throw(error)  # its client has gone
+            else:
+                self.wfile.write(b"data: [DONE]\n\n")
+
+        def answer(self, status, text):
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(text.encode())
 
         def log_message(self, *_):
             pass

@@ -45,8 +45,19 @@ NUMBERS: dict[str, dict[str, Any]] = {
         "layers": {"ffn.worst_expert": [None, 0.004, 0.005]},
         "reference_device": "cuda",
     },
-    "requests": {"input_tokens": 512, "output_tokens": 512, "errors": 0},
-    "performance": {"decode-32": {"input_tokens": 512, "output_tokens": 512, "seconds": [1.5, 1.25]}},
+    "requests": {
+        "input_tokens": 512,
+        "output_tokens": 512,
+        "errors": 0,
+        "crossed_answers": 0,
+        "canary_mean_logprob_difference": 0.01,
+        "canary_largest_tie": 0.0,
+        "requests_left": 0,
+        "malformed_accepted": 0,
+    },
+    "performance": {
+        f"decode-{count}": {"input_tokens": 512, "output_tokens": 512, "seconds": [1.5, 1.25]} for count in (1, 32, 64)
+    },
     "cleanup": {"processes_left": 0, "gpu_bytes_over": 0, "files_changed": 0, "mount": "read-only"},
 }
 H200 = {"name": "NVIDIA H200", "capability": [9, 0], "count": 1, "driver": "580.159.04", "cuda": "13.0"}

@@ -141,8 +141,6 @@ def test_a_size_does_not_take_choices_away(checkpoint):
     assert (made.tp, made.ep, made.value("--context-length")) == (4, 2, 4096)
     with pytest.raises(Rejected, match="needs triton"):
         k2(checkpoint("375b-a23b"), "--moe-runner-backend", "cutlass")
-    with pytest.raises(Rejected, match="compressed-tensors kernel"):
-        k2(checkpoint("375b-a23b"), "--moe-a2a-backend", "deepep")
     with pytest.raises(Rejected, match="EP divides TP"):
         k2(checkpoint("375b-a23b"), TP="4")  # EP is 8 there
 

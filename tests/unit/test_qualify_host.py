@@ -35,13 +35,16 @@ def host(tmp_path, commands):
     (model / "config.json").write_text("{}")
 
     def run(*words: str, **environment: str) -> subprocess.CompletedProcess:
+        flags = [word for word in words if word == "--full"]
+        words = [word for word in words if word != "--full"]
         given = dict(zip(words[::2], words[1::2], strict=True))
         given = {"--artifact": "mova-fp8", "--model-dir": str(model), "--target": "h200",
                  "--out": str(tmp_path / "out"), **given}  # fmt: skip
         dropped = ("DOCKER", "API_KEY_FILE")
         clean = {key: value for key, value in os.environ.items() if key not in dropped}
         return subprocess.run(
-            [sys.executable, "-B", "-m", "qualify.host", *(word for pair in given.items() for word in pair)], cwd=ROOT,
+            [sys.executable, "-B", "-m", "qualify.host", *(word for pair in given.items() for word in pair), *flags],
+            cwd=ROOT,
             env={**clean, "WAY": "--gpus=all", "DOCKER": str(fakes.folder / "docker"), **environment},
             capture_output=True, text=True, check=False,
         )  # fmt: skip
@@ -114,6 +117,12 @@ def test_the_key_goes_as_a_file(host, tmp_path):
 def test_tp_and_ep_are_arguments(host):
     host("--tp", "4", "--ep", "2")
     assert "--tp 4 --ep 2" in the_run(host)
+    assert "--full" not in the_run(host)
+
+
+def test_the_cookbooks_workload_is_asked_for(host):
+    host("--full")
+    assert " --full " in the_run(host)
 
 
 @pytest.mark.parametrize(("code", "found"), [("1", 1), ("2", 2)])

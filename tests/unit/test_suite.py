@@ -37,6 +37,12 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
+ROUNDS = {
+    "(1, 512, 512)": "(1, 64, 16)", "(32, 512, 512)": "(32, 64, 16)", "(64, 512, 512)": "(64, 64, 16)",
+    "(16, 4096, 1)": "(16, 256, 1)", "(8192, 1024, 32)": "(64, 16, 4)", "{1: (256, 64), ": "{1: (8, 4), ",
+}  # fmt: skip
+
+
 class Suite:
     """A tree with the suite in it, a checkpoint, and one run directory."""
 
@@ -49,10 +55,12 @@ class Suite:
         (self.checks / "gpu/test_numerics.py").unlink()
         # There is no image here.
         (self.checks / "test_identity.py").write_text("def test_identity(): pass\n")
-        # One repetition of small rounds.
+        # Small rounds.
         text = (self.tree / "qualify/serving.py").read_text()
-        assert '"decode-32": (32, 512, 512)' in text
-        (self.tree / "qualify/serving.py").write_text(text.replace("(32, 512, 512)", "(32, 64, 16)"))
+        for round_, small in ROUNDS.items():
+            assert text.count(round_) == 1
+            text = text.replace(round_, small)
+        (self.tree / "qualify/serving.py").write_text(text)
         bases.b1().write(self.model)
         self.home = folder / "home"
         self.home.mkdir()
@@ -71,7 +79,7 @@ class Suite:
         return clean | {
             "PYTHONPATH": f"{self.tree}:{HERE / 'fake_driver'}", "FAKE_ENGINE": json.dumps(fake),
             "FAKE_CACHE": str(self.folder / "cache"), "FAKE_GPU": str(self.folder / "gpu.json"),
-            "ROUTER_PARTITIONS": "2", "UNCATALOGUED": "1", "CONTEXT_LENGTH": "4096", "DRAIN_SECONDS": "5",
+            "ROUTER_PARTITIONS": "2", "UNCATALOGUED": "1", "CONTEXT_LENGTH": "20000", "DRAIN_SECONDS": "5",
             "PORT": free_port(), "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **more,
         }  # fmt: skip
 
@@ -177,9 +185,13 @@ def test_numbers(passed):
     assert load["host_peak_resident_bytes"] > load["host_peak_anonymous_bytes"] > 1 << 20
     assert 0 < load["seconds_to_ready"] < 60
     requests = stages["requests"]["numbers"]
-    assert (requests["requests"], requests["input_tokens"], requests["output_tokens"]) == (8, 512, 512)
-    assert (requests["finite_logprobs"], requests["cold_repeat_equal_tokens"]) == (575, 64)
-    assert len(stages["performance"]["numbers"]["decode-64"]["seconds"]) == 3
+    assert (requests["requests"], requests["input_tokens"], requests["output_tokens"]) == (64, 512, 512)
+    assert (requests["finite_logprobs"], requests["cold_repeat_tokens"], requests["canary_tokens"]) == (559, 96, 2048)
+    performance = stages["performance"]["numbers"]
+    assert len(performance["decode-64"]["seconds"]) == 2
+    assert set(performance["decode-32"]["inter_token_seconds"]) == {"median", "p95"}
+    assert performance["start_up_seconds"]["scheduler"] == 0.05
+    assert performance["start_up_seconds"]["ready"] >= performance["start_up_seconds"]["other"] > 0
     cleanup = stages["cleanup"]["numbers"]
     assert (cleanup["exit_code"], cleanup["processes_left"], cleanup["gpu_bytes_over"]) == (0, 0, 0)
     run = json.loads((passed.out / "run.json").read_text())
@@ -194,9 +206,6 @@ def test_progress_on_the_screen(passed):
 
 # --- the server or a stage dies ---------------------------------------------------------------------------------
 
-#: the first /generate of the performance stage: requests has 8 and 2
-PERFORMANCE = 12
-
 
 @pytest.mark.parametrize(
     ("who", "stage", "at"),
@@ -206,11 +215,13 @@ PERFORMANCE = 12
         ("engine", "requests", 3),
         ("launcher", "requests", 3),
         ("scheduler", "requests", 3),
-        ("engine", "performance", PERFORMANCE),
+        ("engine", "performance", 1),
     ],
 )
 def test_killed(suite, who, stage, at):
-    suite.run("--only", *SERVED, fake={"kill": {"who": who, "at": at}, "orphan": True})
+    # Only the performance stage calls the model by no name.
+    model = {"model": "default"} if stage == "performance" else {}
+    suite.run("--only", *SERVED, fake={"kill": {"who": who, "at": at, **model}, "orphan": True})
     results, found = suite.results(), suite.stages()
     position = SERVED.index(stage)
     assert {results[name] for name in SERVED[:position] if name != "numerics"} <= {"passed"}
@@ -357,9 +368,6 @@ def test_a_load_report_of_another_schema(passed, tmp_path):
 @pytest.mark.parametrize(
     ("fake", "stage", "says"),
     [
-        ({"nan": True}, "requests", "not finite"),
-        ({"short": 1}, "requests", "511 out"),
-        ({"moody": True}, "requests", "cold repeat"),
         ({"orphan": True}, "cleanup", "1 processes of the server were left"),
         ({"leak": 1 << 30}, "cleanup", "1,073,741,824 bytes of GPU memory have not come back"),
         ({"scribble": True}, "cleanup", "changed: ['config.json']"),
@@ -509,6 +517,7 @@ def test_a_run_directory_of_something_else(passed, tmp_path):
         ([], {"FAKE_GPU_NAME": "NVIDIA RTX PRO 6000"}, 2, "(sm120), and target h200"),
         (["--target", "sm120"], {}, 2, "the GPU is NVIDIA H200 (sm90), and target sm120 is any (sm120)"),
         (["--only", "cooking"], {}, 1, "invalid choice: 'cooking'"),
+        (["--only", "load", "--full"], {}, 1, "--full is of the stage performance, and --only leaves that out"),
     ],
 )
 def test_refused(suite, words, environment, code, says):

@@ -383,6 +383,11 @@ def bad_values(data: torch.Tensor, positive: bool, count: bool = True) -> torch.
     total = torch.zeros((), dtype=torch.int64 if count else torch.bool, device=data.device)
     if data.dtype not in NOT_FINITE:
         return total
+    if data.dtype == torch.float8_e4m3fn and data.numel() and not count:
+        # Most of a checkpoint. The NaN codes are the largest byte, as a signed and as an unsigned number: two
+        # reductions without temporaries take a quarter of the time of the general way.
+        codes = data.reshape(-1)
+        return (codes.view(torch.int8).amax() == 0x7F) | (codes.view(torch.uint8).amax() == 0xFF)
     integer, mask = NOT_FINITE[data.dtype]
     for chunk in data.reshape(-1).split(CHUNK):
         bad = (chunk.view(integer) & mask) == mask

@@ -118,6 +118,7 @@ def decode_gemm_kernel(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """As ``grouped_gemm_kernel`` (W4A16), K a multiple of 256; GATED stores its outputs in ``DECODE_ORDER``."""
+    gl.static_assert(N % BLOCK_N == 0 and K % 256 == 0)
     WARPS: gl.constexpr = gl.num_warps()
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)

@@ -358,6 +358,7 @@ def grouped_gemm_kernel(
     """Grid: (blocks of BLOCK_M rows) x (N / BLOCK_N).  A block computes only as many columns as it has rows,
     rounded up to a quarter (at least 16), half, from BLOCK_M = 128 on three quarters (W4A16), or all of BLOCK_M:
     padding launches no matrix instruction."""
+    tl.static_assert(N % BLOCK_N == 0 and K % BLOCK_K == 0)
     pid = tl.program_id(0)
     num_n = N // BLOCK_N
     pid_m = pid // num_n
@@ -423,6 +424,7 @@ def grouped_gemm_ahead_kernel(
     loads at its start do not wait for each other.  It computes the narrowest ``_ahead_width`` that holds its rows.
     """
     tl.static_assert(BLOCK_M == 256 and not FP8)
+    tl.static_assert(N % BLOCK_N == 0 and K % BLOCK_K == 0)
     pid = tl.program_id(0)
     num_n = N // BLOCK_N
     pid_m = pid // num_n

@@ -15,6 +15,7 @@ import torch
 
 GROUP = 32
 K_ALIGN = 128
+MAX_SCALE_CODE = 0x7E  # 448; above it E4M3 has NaN (0x7F) and the negative numbers
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
@@ -63,7 +64,11 @@ class E2M1Experts:
     w2_scale   float8_e4m3fn or uint8 [E, H, I/32]
     w2_global  float32 [E]
 
-    Raises ValueError, naming the tensor, if a dtype, shape, stride or alignment does not fit.
+    global_experts: experts of the layer over all ranks of expert parallelism (None: all of them are here). Tiles are
+    picked by the mean load of an expert, and a batch's routes go to all of them.
+
+    Raises ValueError, naming the tensor, if a dtype, shape, stride or alignment does not fit, or a scale code is
+    not one of 0x00 to 0x7e: the kernels read the sign and NaN as part of another number.
     """
 
     w13: torch.Tensor
@@ -72,17 +77,20 @@ class E2M1Experts:
     w2: torch.Tensor
     w2_scale: torch.Tensor
     w2_global: torch.Tensor
+    global_experts: int | None = None
 
     def __post_init__(self):
         if self.w13.dim() != 3 or self.w2.dim() != 3:
             raise ValueError("w13 and w2 must have three dimensions [experts, rows, packed columns].")
         e, n13, h = self.w13.shape[0], self.w13.shape[1], self.w13.shape[2] * 2
         i = n13 // 2
-        if n13 % 2 or h % K_ALIGN or i % K_ALIGN:
+        if not e or not h or not i or n13 % 2 or h % K_ALIGN or i % K_ALIGN:
             raise ValueError(
-                f"w13 {tuple(self.w13.shape)}: hidden size {h} and intermediate size {n13 / 2:g} must be "
-                f"multiples of {K_ALIGN}."
+                f"w13 {tuple(self.w13.shape)}: there must be an expert, and hidden size {h} and intermediate size "
+                f"{n13 / 2:g} must be multiples of {K_ALIGN}."
             )
+        if self.global_experts is not None and self.global_experts < e:
+            raise ValueError(f"global_experts is {self.global_experts}, and w13 alone holds {e}.")
         expected = {
             "w13": (e, 2 * i, h // 2),
             "w13_scale": (e, 2 * i, h // GROUP),
@@ -108,6 +116,8 @@ class E2M1Experts:
                 raise ValueError(f"{name} must be contiguous and 16-byte aligned.")
             if t.device != self.w13.device:
                 raise ValueError(f"{name} is on {t.device}, w13 on {self.w13.device}.")
+            if name.endswith("scale") and t.view(torch.uint8).max() > MAX_SCALE_CODE:
+                raise ValueError(f"{name} has a negative or NaN E4M3 scale: codes must be 0x00 to {MAX_SCALE_CODE:#x}.")
 
     @property
     def num_experts(self) -> int:

@@ -123,6 +123,7 @@ def fused_experts(
     topk_weights  float32  [T, top_k]
     topk_ids      int32 or int64 [T, top_k]; ids outside [0, E) are masked routes and add nothing
     fp8           quantise the activations of both GEMMs to E4M3 per row
+    tiles         instead of ``pick_tiles``' choice
     returns       bfloat16 [T, H] (``out`` if given)
 
     Roundings: SiLU(gate) * up once to BF16, each weighted route once to BF16, the sum once to BF16; FP32 between.
@@ -136,9 +137,13 @@ def fused_experts(
     routes = tokens * top_k
     if routes == 0:
         return out.zero_()
+    decode = USE_ASM and not (fp8 or experts.hidden_size % DECODE_K or experts.intermediate_size % DECODE_K)
     if tiles is None:
-        decode = USE_ASM and not (experts.hidden_size % DECODE_K or experts.intermediate_size % DECODE_K)
-        tiles = pick_tiles(routes, experts.num_experts, fp8, decode, _arch(x.device))
+        tiles = pick_tiles(routes, experts.global_experts or experts.num_experts, fp8, decode, _arch(x.device))
+    elif tiles.decode and not decode:
+        raise ValueError(
+            f"tiles are the decode kernel's: it is W4A16, for hidden and intermediate sizes in multiples of {DECODE_K}."
+        )
     routing, xp = group_routes(topk_ids, experts.num_experts, tiles.m, None if fp8 else x, tiles.decode)
     h = torch.empty((routes, experts.intermediate_size), dtype=torch.bfloat16, device=x.device)
     y = torch.empty((routes, experts.hidden_size), dtype=torch.bfloat16, device=x.device)

@@ -8,13 +8,19 @@ FP8_MAX = 448.0
 
 
 @triton.jit
+def _max_or_nan(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def quantize_rows_kernel(x_ptr, q_ptr, scale_ptr, K, stride_x, BLOCK: tl.constexpr):
-    """One row per program: scale = amax / 448 (1 for a zero row), stored evens-first inside every 32 (layout.py)."""
+    """One row per program: scale = amax / 448 (1 for a zero row, NaN if an element is), stored evens-first inside
+    every 32 (layout.py)."""
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * stride_x + offs, mask=offs < K, other=0.0).to(tl.float32)
-    amax = tl.max(tl.abs(x), 0)
-    scale = tl.where(amax > 0.0, amax / 448.0, 1.0)
+    amax = tl.reduce(tl.abs(x), 0, _max_or_nan)
+    scale = tl.where(amax == 0.0, 1.0, amax / 448.0)
     # The clamp absorbs the rounding of amax / scale; E4M3 has no infinity to overflow to.
     q = tl.minimum(tl.maximum(x / scale, -448.0), 448.0).to(tl.float8e4nv)
     q = q.reshape(BLOCK // 32, 16, 2).permute(0, 2, 1).reshape(BLOCK)
@@ -23,7 +29,9 @@ def quantize_rows_kernel(x_ptr, q_ptr, scale_ptr, K, stride_x, BLOCK: tl.constex
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """BF16 ``x`` [T, K] -> (float8_e4m3fn [T, K] in ``FP8_ORDER``, float32 [T]); value = q * scale[row]."""
+    """BF16 ``x`` [T, K] -> (float8_e4m3fn [T, K] in ``FP8_ORDER``, float32 [T]); value = q * scale[row].
+
+    A NaN makes its whole row NaN, as every output of the GEMM that reads the row would be."""
     q = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     if x.numel():

@@ -51,10 +51,11 @@ def nearest_bf16(t: torch.Tensor) -> torch.Tensor:
 
 
 def emulate_fp8(x: torch.Tensor) -> torch.Tensor:
-    """``x`` [T, K] quantised to E4M3 with scale amax / 448 per row (1 for a zero row) and back, in float64."""
+    """``x`` [T, K] quantised to E4M3 with scale amax / 448 per row (1 for a zero row, NaN if an element is) and back,
+    in float64."""
     x = x.float()
     amax = x.abs().amax(-1, keepdim=True)
-    scale = torch.where(amax > 0, amax / 448.0, torch.ones_like(amax))
+    scale = torch.where(amax == 0, torch.ones_like(amax), amax / 448.0)
     return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).double() * scale.double()
 
 

@@ -136,12 +136,11 @@ class Routing:
         occupied = min(num_routes, num_experts)
         self.num_blocks = occupied + max(0, num_routes - occupied) // block_m
         self.capacity = self.num_blocks * block_m
-        size = self.capacity + self.num_blocks + num_experts + 1
-        scratch = torch.empty(size, dtype=torch.int32, device=device)
-        self.sorted_ids = scratch[: self.capacity]
-        self.expert_ids = scratch[self.capacity : self.capacity + self.num_blocks]
-        self.cursor = scratch[size - num_experts - 1 : size - 1]
-        self.num_post_pad = scratch[size - 1 :]
+        # Every part starts at 16 bytes: a pointer of another alignment would compile every kernel once more.
+        sizes = [-(-n // 4) * 4 for n in (self.capacity, self.num_blocks, num_experts, 1)]
+        parts = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
+        self.sorted_ids, self.cursor = parts[0], parts[2]
+        self.expert_ids, self.num_post_pad = parts[1][: self.num_blocks], parts[3][:1]
 
 
 def _columns(k: int) -> int:

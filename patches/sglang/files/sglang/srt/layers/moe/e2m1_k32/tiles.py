@@ -39,6 +39,15 @@ class MoeTiles:
     up: Tile | DecodeTile
     down: Tile | DecodeTile
 
+    def __post_init__(self):
+        if type(self.up) is not type(self.down):
+            raise ValueError("up and down must both be Tile or both DecodeTile: they read activations in one order.")
+        least = 8 if self.decode else 16
+        if self.m < least or self.m & (self.m - 1):
+            raise ValueError(f"m is {self.m}: a block must have a power of two of rows, at least {least}.")
+        if not self.decode and (self.up.ahead or self.down.ahead) and self.m != 256:
+            raise ValueError(f"m is {self.m}: tiles with ahead need blocks of 256 rows.")
+
     @property
     def decode(self) -> bool:
         return isinstance(self.up, DecodeTile)
@@ -100,6 +109,6 @@ def tile_table(fp8: bool, decode: bool, arch: int = 90) -> tuple[tuple[float, Mo
 
 
 def pick_tiles(num_routes: int, num_experts: int, fp8: bool, decode: bool, arch: int = 90) -> MoeTiles:
-    """Tiles for ``num_routes`` token-expert rows over ``num_experts`` local experts (see ``tile_table``)."""
+    """Tiles for ``num_routes`` token-expert rows over ``num_experts`` experts of all ranks (see ``tile_table``)."""
     mean = num_routes / num_experts
     return next(tiles for limit, tiles in tile_table(fp8, decode, arch) if mean <= limit)
