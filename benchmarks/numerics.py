@@ -226,6 +226,8 @@ def main() -> int:
 
 def measure(args: argparse.Namespace) -> int:
     """Measure, writing the result file anew after every checkpoint; exit code 1 where a fault's margin is under 3."""
+    if shutil.which("nvidia-smi") is None:
+        raise CannotRun("there is no nvidia-smi here: this measures on a GPU")
     planted = {"all": list(faults.FAULTS), "none": []}.get(args.faults[0], args.faults)
     result: dict[str, Any] = {
         "benchmark": "numerics", "date": datetime.now(UTC).date().isoformat(), "machine": machine(),
