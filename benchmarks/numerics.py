@@ -15,16 +15,17 @@ citing FILE.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ START_SECONDS = 400
 # --- an engine ------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
+@contextlib.contextmanager
 def engine(
     model: str, checkpoint: Path, work: Path, *, full: bool = False, flags=(), site: Path | None = None, **variables
 ):
@@ -90,7 +91,7 @@ def engine(
             | {"PYTHONPATH": os.pathsep.join(paths), numerics.MODULE_OUTPUTS: str(modules)},
         )  # fmt: skip
     try:
-        with process.stdin:
+        with contextlib.suppress(BrokenPipeError), process.stdin:
             words = [*planned.arguments, "--skip-server-warmup"]
             process.stdin.write(json.dumps({"arguments": words, "api_key": None}).encode())
         url = f"http://127.0.0.1:{port}"
@@ -217,6 +218,7 @@ def main() -> int:
     if args.margins:
         print(json.dumps(evaluate(json.loads(args.margins.read_text())), indent=1))
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # of `timeout`: the engine is ended in order
     if not (args.work and args.out):
         raise Rejected("say --work and --out, or --margins")
     return measure(args)
@@ -224,6 +226,8 @@ def main() -> int:
 
 def measure(args: argparse.Namespace) -> int:
     """Measure, writing the result file anew after every checkpoint; exit code 1 where a fault's margin is under 3."""
+    if shutil.which("nvidia-smi") is None:
+        raise CannotRun("there is no nvidia-smi here: this measures on a GPU")
     planted = {"all": list(faults.FAULTS), "none": []}.get(args.faults[0], args.faults)
     result: dict[str, Any] = {
         "benchmark": "numerics", "date": datetime.now(UTC).date().isoformat(), "machine": machine(),
@@ -283,7 +287,7 @@ def one_checkpoint(
             continue
         # The log-probabilities once; every fault is seen better in the modules.
         numbers = numerics.compare(*wrong, first, whole=seed == args.seeds[0])
-        result["faults"].append({"seed": seed, "fault": fault, "numbers": numbers})
+        result["faults"].append({"seed": seed, "fault": fault, "numbers": brief(numbers)})
         line = {"seed": seed, "fault": fault, "seconds": round(time.monotonic() - began, 1)}
         print(json.dumps(line | evaluate(result)["margins"][fault]), flush=True)
     shutil.rmtree(args.work / "first", ignore_errors=True)

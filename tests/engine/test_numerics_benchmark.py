@@ -35,6 +35,7 @@ def stand_ins(monkeypatch, tmp_path):
         lambda model, folder, layers, seed: synthesise(MOVA_CONFIG, folder, tiny=True, seed=seed),
     )
     monkeypatch.setattr(benchmark, "machine", lambda: {"gpu": []})
+    monkeypatch.setattr(benchmark.shutil, "which", lambda name: name)
     monkeypatch.setattr(numerics, "DECODED", 2)
     return state
 
@@ -105,6 +106,12 @@ def test_bounds_of_the_policy_come_first():
     assert benchmark.margin(broken, limits)["margin"] == pytest.approx(0.2)
     numbers["modules"]["x"]["mean"] = numerics.NOT_FINITE
     assert benchmark.margin(benchmark.errors(numbers, thresholds), limits)["margin"] == float("inf")
+
+
+def test_without_a_gpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(benchmark.shutil, "which", lambda name: None)
+    with pytest.raises(CannotRun, match="no nvidia-smi"):
+        command(monkeypatch, tmp_path)
 
 
 def test_the_right_engine_alone_measures_no_margin(stand_ins, monkeypatch, tmp_path):

@@ -12,7 +12,7 @@ what=${1:?say measure, planted, partial or full}
 folder=${2:-/dev/shm/numerics}
 cd "$(dirname "$(readlink -f "$0")")/../.."
 mkdir -p "$folder/out"
-export PYTHONDONTWRITEBYTECODE=1
+export PYTHONDONTWRITEBYTECODE=1 PYTHONPATH=$PWD
 engine=$(python3 -c 'import importlib.util as u; print(u.find_spec("sglang").submodule_search_locations[0])')
 [ -e "$engine/srt/model_loader/module_outputs.py" ] || {
   echo "numerics.sh: the engine of this root has no recorder: build the image from this checkout" >&2

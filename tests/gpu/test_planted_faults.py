@@ -27,7 +27,7 @@ from tests.gpu import planted  # noqa: E402
 
 WORK = Path(os.environ.get("WORK", "/dev/shm/numerics"))
 FLAGS = ["--disable-prefill-cuda-graph", "--disable-decode-cuda-graph"]
-DECODED, LAYERS, SEED, TIMES = 8, 6, 0, 3
+LAYERS, SEED, TIMES = 6, 0, 3
 THRESHOLDS = policy.load().section("mova-fp8", "sm90").of_stage("numerics")
 
 
@@ -37,7 +37,7 @@ def measured(checkpoint: Path, right: Path, partitions: int = 2, **options) -> d
     with benchmark.engine("mova", checkpoint, WORK, flags=FLAGS, **options, **variables) as server:
         pair = numerics.references(right, numerics.device(), 2)
         ids = numerics.draw(right, pair[0].config, SEED, numerics.LENGTHS[0])
-        run = numerics.observe(server, ids, DECODED, WORK / "modules")
+        run = numerics.observe(server, ids, numerics.DECODED, WORK / "modules")
     return benchmark.errors(numerics.compare(*pair, run), THRESHOLDS)
 
 

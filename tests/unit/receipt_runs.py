@@ -42,6 +42,8 @@ NUMBERS: dict[str, dict[str, Any]] = {
             "router": {"unequal_logits": 0.001, "misrouted": 0, "mixing": 1e-6},
             "values": {"worst_expert": 0.003, "unequal_logits": 0.001, "misrouted": 0, "mixing": 1e-6},
         },
+        "layers": {"ffn.worst_expert": [None, 0.004, 0.005]},
+        "reference_device": "cuda",
     },
     "requests": {
         "input_tokens": 512,
