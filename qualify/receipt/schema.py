@@ -105,7 +105,7 @@ def _object(value: dict, schema: dict[str, Any], where: str, at: str) -> str | N
         return f"{at} has no {missing[0]}"
     properties, others = schema.get("properties", {}), schema.get("additionalProperties", {})
     for key, item in value.items():
-        below = f"{where}.{key}" if where else key
+        below = f"{where}.{show(key)}" if where else show(key)
         if "propertyNames" in schema and (found := _defect(key, schema["propertyNames"], below)):
             return found
         if key not in properties and others is False:

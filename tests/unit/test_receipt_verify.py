@@ -374,7 +374,7 @@ def test_layout_of_the_file_does_not_matter(command, receipts):
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{}", b"[]", b"null", b"7", b'"x"', b"\xff", b"{" * 100000, b'{"_type": 1, "_type": 2}', b'{"a": NaN}',
+    [b"", b"{}", b"[]", b"null", b"7", b'"x"', b"\xff", b"{" * 100000, b'{"_type": 1, "_type": 2}', b'{"a": NaN}', b'{"a": -1e999}',
      b'{"payloadType": 1}', b'{"payloadType": "application/vnd.in-toto+json", "payload": "e30=", "signatures": []}',
      b'{"payloadType": "application/vnd.in-toto+json", "payload": "!", "signatures": [{"sig": ""}]}',
      b'{"payloadType": "application/vnd.in-toto+json", "payload": "e30=", "signatures": [{"sig": ""}]}'],
@@ -393,6 +393,13 @@ def test_deep_nesting_is_one_sentence(command, receipts):
     code, _, err = command(deep.encode())
     assert code == 1
     assert err.count("\n") == 1
+
+
+def test_a_number_beyond_all_bounds_is_one_sentence(command, receipts):
+    """It would be read as infinity, of which there is no canonical JSON."""
+    huge = canonical.render(receipts["passed"]).replace(b'"seconds": 12.5', b'"seconds": 1e999')
+    code, _, err = command(huge)
+    assert (code, err) == (1, "rejected: the receipt is not a usable file: not JSON: 1e999 is too large a number\n")
 
 
 def test_no_file(command, tmp_path):
