@@ -23,6 +23,7 @@ from qualify import run as tiers
 from qualify.checkpoint import inspection
 from qualify.checkpoint.hashing import Journal
 from qualify.errors import Rejected
+from qualify.receipt import sanitise
 from qualify.suite import facts, processes, targets
 from qualify.suite.rundir import STAGE_SCHEMA, VARIABLE, RunDirectory, write_json
 from qualify.suite.screen import Screen
@@ -181,7 +182,7 @@ class Sitting:
         stage["seconds"] = round(time.monotonic() - began, 1)
         stage |= self._outcome(name, code)
         if watched and (trouble := trouble or self._settled(SETTLE[stage["result"] == "passed"])):
-            stage |= {"result": "failed", "reason": self._placeless(trouble)}
+            stage |= {"result": "failed", "reason": self._public(trouble)}
         write_json(path, stage)
         self.screen.line(name, stage["result"], stage["seconds"], stage["reason"])
         return stage["result"]
@@ -223,7 +224,8 @@ class Sitting:
     def _outcome(self, name: str, code: int) -> dict[str, Any]:
         """Result, reason, tests and numbers of a process that has ended."""
         try:
-            told = json.loads(self.directory.result(name).read_text())
+            # NaN becomes a word: it misses every bound, and the stage's file stays JSON.
+            told = json.loads(self.directory.result(name).read_text(), parse_constant=str)
         except (OSError, ValueError):
             told = {"result": "failed", "reason": f"the stage's process ended without a result ({code})",
                     "tests": {}, "numbers": {}}  # fmt: skip
@@ -231,12 +233,13 @@ class Sitting:
             kind: [test for test, outcome in told["tests"].items() if outcome == kind]
             for kind in ("passed", "failed", "skipped")
         }
-        reason = self._placeless(told["reason"])
+        reason = self._public(told["reason"])
         return {"result": told["result"], "reason": reason, "tests": tests, "numbers": told["numbers"]}
 
-    def _placeless(self, text: str) -> str:
-        """A sentence without this machine's paths."""
-        return text.replace(self.environment[MODEL], "MODEL_DIR").replace(str(self.directory.path), "OUT")
+    def _public(self, text: str) -> str:
+        """A reason that can stand in a receipt: also a run that ended with a traceback must be sealed as failed."""
+        text = text.replace(self.environment[MODEL], "MODEL_DIR").replace(str(self.directory.path), "OUT")
+        return sanitise.redact(text)[:500]
 
 
 def _now() -> str:

@@ -169,6 +169,23 @@ def test_harmless(text):
     assert sanitise.defect(text, {HOST, "wmiller"}) is None
 
 
+@pytest.mark.parametrize("plant", PLANTS)
+def test_redacted(monkeypatch, plant):
+    """What a stage says of itself, before it is written."""
+    monkeypatch.setattr(sanitise, "names_here", lambda: {HOST, "wmiller", "rack42"})
+    text, _, needle = PLANTS[plant]
+    told = sanitise.redact(f"the launcher ended: {text}")
+    assert sanitise.find([told], {HOST, "wmiller", "rack42"}) is None
+    assert needle not in told or plant == "line break"
+
+
+def test_redaction_leaves_what_says_why(monkeypatch):
+    monkeypatch.setattr(sanitise, "names_here", set)
+    told = "CUDA out of memory. Tried to allocate 20.00 MiB. See (https://pytorch.org/docs/cuda.html#x) 12%|\u2588\u258e | 1/8"
+    assert sanitise.redact(told) == "CUDA out of memory. Tried to allocate 20.00 MiB. See [...] [...] | 1/8"
+    assert sanitise.redact("the server ended") == "the server ended"
+
+
 def test_names_here(monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "a-host.its.domain")
     monkeypatch.setenv("HOSTNAME", "container-name")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -21,7 +22,8 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(ROOT))
 from launch.machine import GIB, Gpu, Machine  # noqa: E402
 from qualify.errors import CannotRun, Rejected  # noqa: E402
-from qualify.suite import facts, processes, rundir, targets  # noqa: E402
+from qualify.receipt import canonical, schema  # noqa: E402
+from qualify.suite import facts, processes, rundir, sitting, targets  # noqa: E402
 from tests.cases import bases  # noqa: E402
 
 STAGES = ["identity", "checkpoint", "load", "numerics", "requests", "performance", "cleanup"]
@@ -561,6 +563,20 @@ def test_out_that_cannot_be_written(suite):
 
 
 # --- parts ------------------------------------------------------------------------------------------------------
+
+
+def test_what_came_of_a_stage_can_be_sealed(tmp_path):
+    """Whatever a failed stage measured and said: its file is JSON, and its reason public and short enough."""
+    run = rundir.RunDirectory(tmp_path / "out")
+    run.create()
+    one = sitting.Sitting(run, "0" * 64, GPU, [], {sitting.MODEL: "/srv/models/m"})
+    reason = f"/srv/models/m/config.json, {run.path}/logs and /home/x/y: \u2588 " + "long " * 200
+    told = {"result": "failed", "reason": reason, "tests": {"a": "failed"}, "numbers": {"error": math.nan}}
+    rundir.write_json(run.result("load"), told)
+    stage = one.blank("load", "") | one._outcome("load", 0)
+    assert schema.defect(canonical.parse(rundir.write_json(run.stage("load"), stage), "the file"), "stageFile") is None
+    assert stage["numbers"] == {"error": "NaN"}
+    assert stage["reason"].startswith("MODEL_DIR/config.json, OUT/logs and [...] [...] long ")
 
 
 def gpus(*names: str) -> Machine:
