@@ -54,7 +54,7 @@ def sit(args: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, d
     wanted = [name for name in ORDER if not only or name in only]
     arch = targets.get(args.target).arch
     settings = recipe.load(artifact)
-    image = facts.image(artifact, facts.HOME, facts.MOUNTINFO.read_text())
+    image = facts.image(artifact, facts.HOME, facts.MOUNTINFO.read_text(), environment)
     arguments = ["--model-path", str(model), "--tp-size", str(args.tp), "--ep-size", str(args.ep)]
     arguments += ["--host", "127.0.0.1"]
     planned = plan.build(settings, environment, arguments, arch)

@@ -374,8 +374,9 @@ def test_layout_of_the_file_does_not_matter(command, receipts):
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{}", b"[]", b"null", b"7", b'"x"', b"\xff", b"{" * 100000, b'{"_type": 1, "_type": 2}', b'{"a": NaN}', b'{"a": -1e999}',
-     b'{"payloadType": 1}', b'{"payloadType": "application/vnd.in-toto+json", "payload": "e30=", "signatures": []}',
+    [b"", b"{}", b"[]", b"null", b"7", b'"x"', b"\xff", b"{" * 100000, b'{"_type": 1, "_type": 2}', b'{"a": NaN}',
+     b'{"a": -1e999}', b'{"payloadType": 1}',
+     b'{"payloadType": "application/vnd.in-toto+json", "payload": "e30=", "signatures": []}',
      b'{"payloadType": "application/vnd.in-toto+json", "payload": "!", "signatures": [{"sig": ""}]}',
      b'{"payloadType": "application/vnd.in-toto+json", "payload": "e30=", "signatures": [{"sig": ""}]}'],
 )  # fmt: skip

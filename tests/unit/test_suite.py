@@ -160,6 +160,7 @@ def test_run_json(passed):
         assert (file["size"], file["sha256"]) == (len(raw), hashlib.sha256(raw).hexdigest())
     assert {file["name"] for file in files} == {path.name for path in passed.model.iterdir()}
     assert checkpoint["manifest_sha256"] == facts.manifest_sha256(files)
+    assert run["image"]["substituted_libraries"] == ["PYTHONPATH"]  # that of these tests, without its value
     assert str(passed.folder) not in (passed.out / "run.json").read_text()
 
 
@@ -601,10 +602,12 @@ def test_substituted_libraries():
         "4 1 0:2 /x /opt/horizons rw - ext4 /dev/sda rw",
         "5 1 0:2 /x /models ro - ext4 /dev/sda rw",
     ]
-    assert facts.substituted(Path("/opt/horizon"), "\n".join(lines)) == [
+    assert facts.substituted(Path("/opt/horizon"), "\n".join(lines), {"LD_PRELOAD": "", "PATH": "/x"}) == [
         "venv/lib/nvidia/cu13/lib", "venv/lib/nvidia/cudnn"
     ]  # fmt: skip
-    assert facts.substituted(Path("/opt/horizon"), lines[0]) == []
+    assert facts.substituted(Path("/opt/horizon"), lines[0], {}) == []
+    for name in ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH"):
+        assert facts.substituted(Path("/opt/horizon"), lines[0], {name: "/x"}) == [name]
 
 
 def test_manifest_digest_depends_on_everything_but_the_order():
