@@ -200,9 +200,14 @@ def test_another_architecture_is_not_the_target(lab):
 
 
 def test_fewer_gpus_than_the_topology_needs(lab):
-    lab.seal(run={"topology": {"tp": 2}})
+    lab.seal(run={"topology": {"tp": 2}, "flags": {"--tp-size": 2}})
     assert {name for name, result in lab.results().items() if result == "not-run"} == set(GPU_STAGES)
     assert lab.extension["stages"]["load"]["reason"] == "it saw 1 GPUs, fewer than the topology needs"
+
+
+def test_pipeline_stages_need_gpus_of_their_own(lab):
+    lab.seal(run={"topology": {"pp": 2}})
+    assert lab.results()["load"] == "not-run"
 
 
 def test_sittings_on_one_gpu_model_are_joined(lab):
