@@ -50,7 +50,7 @@ def sit(args: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, d
 
     Raises Rejected or CannotRun before the first stage; afterwards every outcome is in a stage file.
     """
-    model, out, artifact, only = args.model_dir.absolute(), args.out.absolute(), args.artifact, args.only
+    model, out, artifact, only = args.model_dir.absolute(), Path(os.path.realpath(args.out)), args.artifact, args.only
     wanted = [name for name in ORDER if not only or name in only]
     arch = targets.get(args.target).arch
     settings = recipe.load(artifact)
@@ -63,7 +63,7 @@ def sit(args: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, d
     root = result.checkpoint.root
     if result.checkpoint.config is None:
         raise Rejected(f"--model-dir {model}: {result.findings.problems[0].message}")
-    if root == out or root in out.parents:
+    if Path(os.path.realpath(root)) in (out, *out.parents):
         raise Rejected(f"--out {out}: lies inside the checkpoint, which is never written to")
     run = RunDirectory(out)
     run.create()
@@ -97,6 +97,9 @@ class Sitting:
     def run(self, wanted: list[str], full: bool) -> None:
         """Run the wanted stages that have not passed, and what they need; ``full``: the cookbook's workload too."""
         self.environment.pop(FULL, None)
+        if self._unclean():  # what that server did is not joined with the clean end of another one
+            for name in SERVED:
+                self.directory.stage(name).unlink(missing_ok=True)
         due = [name for name in wanted if not self._kept(name, full)]
         served = [name for name in due if name in SERVED and self._exists(name)]
         if served and self._exists(FIRST):
@@ -116,6 +119,8 @@ class Sitting:
                 for launch in range(1, LAUNCHES):
                     self.environment[FULL] = str(launch)
                     self._serve([name for name in served if name in (FIRST, MEASURED, LAST)])
+                    if self._unclean():
+                        return
                 self.environment[FULL] = str(LAUNCHES)
             self._serve(served)
 
@@ -135,11 +140,15 @@ class Sitting:
         found = self.directory.read(name, self.sha256)
         return (
             found is not None
-            and found["result"] == "passed"
+            and found.get("result") == "passed"
             and self._exists(name)
-            and (found["gpu"] or {}).get("name") == self.gpu["name"]
+            and (found.get("gpu") or {}).get("name") == self.gpu["name"]
             and (name != MEASURED or not full or "cookbook" in found["numbers"])
         )
+
+    def _unclean(self) -> bool:
+        """Whether the last server left something behind, or did not end in order."""
+        return (self.directory.read(LAST, self.sha256) or {}).get("result") == "failed"
 
     def _exists(self, name: str) -> bool:
         return tiers.module("gpu", name).exists()

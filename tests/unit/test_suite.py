@@ -466,13 +466,27 @@ def test_what_did_not_pass_runs_again_with_its_server(passed, tmp_path):
     assert {name for name in after if after[name] != before[name]} - {"numerics"} == {"load", "requests", "cleanup"}
 
 
-@pytest.mark.parametrize("change", ["run_sha256", "gpu", "broken"])
+def test_a_clean_end_is_that_of_the_server_that_was_asked(passed, tmp_path):
+    """Another server that does nothing and ends well proves nothing of the one that left a process behind."""
+    one = copy_of(passed, tmp_path)
+    path = one.out / "stages/cleanup.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"result": "failed"}))
+    one.run("--only", "cleanup")
+    assert one.results() == dict.fromkeys(("identity", "checkpoint", "load", "cleanup"), "passed")
+
+
+@pytest.mark.parametrize("change", ["run_sha256", "gpu", "broken", "empty"])
 def test_a_stage_of_another_run_or_gpu_is_not_kept(passed, tmp_path, change):
     one = copy_of(passed, tmp_path)
     path = one.out / "stages/identity.json"
     stage = json.loads(path.read_text())
-    changed = {"run_sha256": {"run_sha256": "0" * 64}, "gpu": {"gpu": {"name": "NVIDIA H200 NVL"}}}
-    path.write_text("{" if change == "broken" else json.dumps(stage | changed[change]))
+    changed = {
+        "run_sha256": json.dumps(stage | {"run_sha256": "0" * 64}),
+        "gpu": json.dumps(stage | {"gpu": {"name": "NVIDIA H200 NVL"}}),
+        "broken": "{",
+        "empty": json.dumps({"run_sha256": stage["run_sha256"]}),
+    }
+    path.write_text(changed[change])
     one.run("--only", "identity")
     assert json.loads(path.read_text())["began"] >= stage["began"]
     assert json.loads(path.read_text())["run_sha256"] == stage["run_sha256"]
@@ -540,8 +554,10 @@ def test_outside_an_image_and_in_another_artifacts(suite):
     assert not suite.out.exists()
 
 
-def test_out_inside_the_checkpoint(suite):
-    suite.out = suite.model / "out"
+@pytest.mark.parametrize("through", ["its name", "a link"])
+def test_out_inside_the_checkpoint(suite, through):
+    (suite.folder / "link").symlink_to(suite.model)
+    suite.out = (suite.model if through == "its name" else suite.folder / "link") / "out"
     done = suite.run()
     assert (done.returncode, "lies inside the checkpoint" in done.stderr) == (1, True)
     assert not suite.out.exists()
