@@ -189,6 +189,20 @@ def test_an_unmeasured_threshold_stands_in_the_way_of_a_release(lab):
     assert not lab.out.exists()
 
 
+@pytest.mark.parametrize(
+    ("change", "result", "blockers"),
+    [(None, "PASSED", []), ({"result": "failed", "reason": "x"}, "FAILED", ["the stage performance is failed"])],
+)
+def test_a_stage_that_is_not_required(lab, change, result, blockers):
+    """It may be left out; failed it stands in the way all the same."""
+    lab.policy.write_text(
+        lab.policy.read_text().replace('"requests", "performance", "cleanup"]\n', '"requests", "cleanup"]\n')
+    )
+    assert lab.seal(stages={"performance": change}) == 0, lab.said
+    assert lab.receipt["predicate"]["result"] == result
+    assert lab.extension["release_blockers"] == blockers
+
+
 @pytest.mark.parametrize("stage", runs.STAGES)
 def test_stages_that_need_a_gpu_count_on_one_only(lab, stage):
     lab.seal(stages={stage: {"gpu": None}})
