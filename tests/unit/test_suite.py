@@ -475,6 +475,17 @@ def test_a_clean_end_is_that_of_the_server_that_was_asked(passed, tmp_path):
     assert one.results() == dict.fromkeys(("identity", "checkpoint", "load", "cleanup"), "passed")
 
 
+@pytest.mark.parametrize(("cleanup", "launches"), [("passed", sitting.LAUNCHES), ("failed", 1)])
+def test_a_launch_that_leaves_something_is_the_last(tmp_path, monkeypatch, cleanup, launches):
+    """The next one's clean end would be written over it."""
+    run = rundir.RunDirectory(tmp_path / "out")
+    run.create()
+    one, served = sitting.Sitting(run, "0" * 64, GPU, [], {}), []
+    monkeypatch.setattr(one, "_serve", lambda names: served.append(names) or one._note("cleanup", cleanup, ""))
+    one.run(["load", "performance", "cleanup"], full=True)
+    assert served == [["load", "performance", "cleanup"]] * launches
+
+
 @pytest.mark.parametrize("change", ["run_sha256", "gpu", "broken", "empty"])
 def test_a_stage_of_another_run_or_gpu_is_not_kept(passed, tmp_path, change):
     one = copy_of(passed, tmp_path)
