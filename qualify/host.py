@@ -91,7 +91,8 @@ def check(artifact: str, model_dir: str, target: str, out: str) -> tuple[Path, P
     for path in (model, folder):
         if ":" in str(path):
             raise Rejected(f"{path}: Docker cannot mount a path with a colon")
-    if folder == model or model in folder.parents:
+    real = Path(os.path.realpath(folder))
+    if Path(os.path.realpath(model)) in (real, *real.parents):
         raise Rejected(f"OUT={out}: lies inside the checkpoint, which is never written to")
     return model, folder
 

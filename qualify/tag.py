@@ -125,8 +125,9 @@ def shortfall(
     if subjects["checkpoint-manifest"]["digest"]["sha256"] != canonical.manifest_sha256(files):
         return "the files that ran are not the catalogue's (checkpoint manifest)"
     topology = extension["topology"]
-    if (topology["tp"], topology["ep"]) not in entry.topologies:
-        return f"TP {topology['tp']} with EP {topology['ep']} is none of the catalogue's topologies"
+    if (topology["tp"], topology["ep"]) not in entry.topologies or topology["pp"] * topology["dp"] != 1:
+        told = " ".join(f"{key.upper()} {topology[key]}" for key in ("tp", "ep", "pp", "dp"))
+        return f"{told} is none of the catalogue's topologies"
     for variable, values in variables.items():
         if extension["declared"].get(variable, {}).get("value") not in values:
             return f"nobody declared {variable}"

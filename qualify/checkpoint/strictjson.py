@@ -1,12 +1,13 @@
-"""JSON from an untrusted file: bounded, without duplicate keys, without NaN.
+"""JSON from an untrusted file: bounded, without duplicate keys, without NaN and infinity.
 
-``json.loads`` alone keeps the last of two equal keys, accepts ``NaN``, recurses until the interpreter gives
-up and turns 3 bytes of ``[],`` into 60 bytes of objects.
+``json.loads`` alone keeps the last of two equal keys, accepts ``NaN``, reads ``1e999`` as infinity, recurses until the
+interpreter gives up and turns 3 bytes of ``[],`` into 60 bytes of objects.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 #: No config, index or header of a real checkpoint comes near; the safetensors library has the same bound.
@@ -43,7 +44,8 @@ def parse(raw: bytes) -> tuple[Any, list[str]]:
         return mapping
 
     try:
-        document = json.loads(raw.decode("utf-8"), object_pairs_hook=pairs, parse_constant=_no_constant)
+        text = raw.decode("utf-8")
+        document = json.loads(text, object_pairs_hook=pairs, parse_constant=_no_constant, parse_float=_finite)
     except UnicodeDecodeError as error:
         raise JsonDefect(f"not UTF-8 at byte {error.start}") from None
     except RecursionError:
@@ -57,6 +59,13 @@ def parse(raw: bytes) -> tuple[Any, list[str]]:
 
 def _no_constant(name: str):
     raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text[:20]} is too large a number")
+    return value
 
 
 def _check_density(raw: bytes) -> None:

@@ -11,7 +11,6 @@ from qualify.receipt.canonical import content_sha256
 from qualify.receipt.image import Image, base_sha256, compare_labels
 from qualify.receipt.rundir import Run
 
-SUBJECTS = ("image-config", "image-manifest", "checkpoint-manifest")
 CONFIGURATION = ("policy.toml", "run.json", "identity.json", "engine-wheel", "base", "patch-series")
 
 

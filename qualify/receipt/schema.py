@@ -19,7 +19,7 @@ PATH = Path(__file__).resolve().parent / "schema-v1.json"
 _ANNOTATIONS = {"$schema", "$id", "$defs", "title", "description"}
 _KEYWORDS = {
     "$ref", "anyOf", "type", "const", "enum", "pattern", "minLength", "maxLength", "minimum", "required", "properties",
-    "additionalProperties", "propertyNames", "items", "minItems", "maxItems", "uniqueItems",
+    "additionalProperties", "propertyNames", "items", "prefixItems", "minItems", "maxItems", "uniqueItems",
 }  # fmt: skip
 _TYPES = {
     "object": lambda value: isinstance(value, dict),
@@ -94,8 +94,9 @@ def _array(value: list, schema: dict[str, Any], where: str, at: str) -> str | No
         return f"{at} has {len(value)} entries"
     if schema.get("uniqueItems") and any(_same(a, b) for n, a in enumerate(value) for b in value[:n]):
         return f"{at} has one entry twice"
-    for n, item in enumerate(value if "items" in schema else ()):
-        if found := _defect(item, schema["items"], f"{where}[{n}]"):
+    first, rest = schema.get("prefixItems", ()), schema.get("items", {})
+    for n, item in enumerate(value):
+        if found := _defect(item, first[n] if n < len(first) else rest, f"{where}[{n}]"):
             return found
     return None
 
@@ -105,7 +106,7 @@ def _object(value: dict, schema: dict[str, Any], where: str, at: str) -> str | N
         return f"{at} has no {missing[0]}"
     properties, others = schema.get("properties", {}), schema.get("additionalProperties", {})
     for key, item in value.items():
-        below = f"{where}.{key}" if where else key
+        below = f"{where}.{show(key)}" if where else show(key)
         if "propertyNames" in schema and (found := _defect(key, schema["propertyNames"], below)):
             return found
         if key not in properties and others is False:

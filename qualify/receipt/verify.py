@@ -15,6 +15,10 @@ from qualify import policy as policies
 from qualify.errors import CannotRun, Rejected
 from qualify.policy import STAGES, Policy
 from qualify.receipt import EXTENSION, build, canonical, sanitise, schema, signing, verdicts
+from qualify.suite import targets
+
+#: part of the topology -> the flag that says the same
+_FLAGS = {"tp": "--tp-size", "ep": "--ep-size", "pp": "--pp-size", "dp": "--dp-size", "a2a": "--moe-a2a-backend"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,8 +88,6 @@ def check(statement: Any, policy: Policy) -> None:
         raise Rejected("the receipt was changed after it was sealed: content_sha256 is that of other content")
     if found := sanitise.find(statement):
         raise Rejected(f"the receipt is not public: {found}")
-    _names("subject", statement["subject"], build.SUBJECTS, optional="image-manifest")
-    _names("configuration", predicate["configuration"], build.CONFIGURATION)
     section = policy.section(extension["artifact"], extension["target"])
     if predicate["configuration"][0]["digest"]["sha256"] != policy.sha256:
         raise Rejected("the receipt was sealed under another policy than this one (--policy names a file)")
@@ -93,6 +95,11 @@ def check(statement: Any, policy: Policy) -> None:
         raise Rejected("the receipt quotes the policy wrongly")
     build.published(extension["scope"], extension["checkpoint"])
     _stages(extension, section)
+    _served(extension)
+    manifest = statement["subject"][-1]["digest"]["sha256"]
+    cleanup = extension["stages"]["cleanup"]
+    if cleanup["result"] == verdicts.PASSED and cleanup["numbers"].get("manifest_sha256", manifest) != manifest:
+        raise Rejected("stage cleanup found another checkpoint than the one that the receipt names")
     if not _equal(extension["release_blockers"], verdicts.blockers(extension, section)):
         raise Rejected("release_blockers does not follow from scope, image and stages")
     for key, value in verdicts.summary(extension, section).items():
@@ -116,10 +123,15 @@ def _stages(extension: dict[str, Any], section: policies.Section) -> None:
         raise Rejected("gpu is not the one model on which the stages ran")
 
 
-def _names(what: str, entries: list[dict[str, Any]], names: tuple[str, ...], optional: str = "") -> None:
-    found = tuple(entry["name"] for entry in entries)
-    if found not in (names, tuple(name for name in names if name != optional)):
-        raise Rejected(f"{what} does not list {', '.join(names)} in this order")
+def _served(extension: dict[str, Any]) -> None:
+    """What says twice where and how it was served must say the same."""
+    name, gpu = extension["target_name"], extension["gpu"]
+    target = targets.get(name)
+    if target.arch != extension["target"] or (gpu is not None and target.gpu not in gpu["name"]):
+        raise Rejected(f"target_name {name} is not {extension['target']}, or not the GPU on which the stages ran")
+    for part, flag in _FLAGS.items():
+        if extension["flags"].get(flag, extension["topology"][part]) != extension["topology"][part]:
+            raise Rejected(f"topology.{part} is not what the flag {flag} says")
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ from qualify.suite.rundir import RUN_SCHEMA
 HOME = Path("/opt/horizon")
 POLICY = Path(__file__).resolve().parents[1] / "policy.toml"
 MOUNTINFO = Path("/proc/self/mountinfo")
+#: Variables by which libraries come from elsewhere than from the image.
+LIBRARIES = ("LD_AUDIT", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONHOME", "PYTHONPATH")
 #: Flags that say where this machine keeps and serves things, and nothing of how.
 PLACES = ("--model-path", "--host", "--port", "--served-model-name")
 
 
-def image(artifact: str, home: Path, mountinfo: str) -> dict[str, Any]:
+def image(artifact: str, home: Path, mountinfo: str, variables: Mapping[str, str]) -> dict[str, Any]:
     """The image that this runs in. Raises CannotRun outside an image, Rejected in another artifact's."""
     try:
         raw = (home / "identity.json").read_bytes()
@@ -35,14 +38,15 @@ def image(artifact: str, home: Path, mountinfo: str) -> dict[str, Any]:
     return {
         "identity": identity,
         "identity_sha256": hashlib.sha256(raw).hexdigest(),
-        "substituted_libraries": substituted(home, mountinfo),
+        "substituted_libraries": substituted(home, mountinfo, variables),
     }
 
 
-def substituted(home: Path, mountinfo: str) -> list[str]:
-    """Folders and files below ``home`` that something else is mounted over, relative to it."""
+def substituted(home: Path, mountinfo: str, variables: Mapping[str, str]) -> list[str]:
+    """Folders and files below ``home`` that something else is mounted over, relative to it; variables of LIBRARIES."""
     points = {line.split()[4] for line in mountinfo.splitlines() if len(line.split()) > 5}
-    return sorted(point[len(str(home)) + 1 :] for point in points if point.startswith(f"{home}/"))
+    mounted = sorted(point[len(str(home)) + 1 :] for point in points if point.startswith(f"{home}/"))
+    return mounted + [name for name in LIBRARIES if variables.get(name)]
 
 
 def manifest(result: inspection.Inspection, journal: Journal) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from qualify import run as tiers
 from qualify.checkpoint import inspection
 from qualify.checkpoint.hashing import Journal
 from qualify.errors import Rejected
+from qualify.receipt import sanitise
 from qualify.suite import facts, processes, targets
 from qualify.suite.rundir import STAGE_SCHEMA, VARIABLE, RunDirectory, write_json
 from qualify.suite.screen import Screen
@@ -49,11 +50,11 @@ def sit(args: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, d
 
     Raises Rejected or CannotRun before the first stage; afterwards every outcome is in a stage file.
     """
-    model, out, artifact, only = args.model_dir.absolute(), args.out.absolute(), args.artifact, args.only
+    model, out, artifact, only = args.model_dir.absolute(), Path(os.path.realpath(args.out)), args.artifact, args.only
     wanted = [name for name in ORDER if not only or name in only]
     arch = targets.get(args.target).arch
     settings = recipe.load(artifact)
-    image = facts.image(artifact, facts.HOME, facts.MOUNTINFO.read_text())
+    image = facts.image(artifact, facts.HOME, facts.MOUNTINFO.read_text(), environment)
     arguments = ["--model-path", str(model), "--tp-size", str(args.tp), "--ep-size", str(args.ep)]
     arguments += ["--host", "127.0.0.1"]
     planned = plan.build(settings, environment, arguments, arch)
@@ -62,7 +63,7 @@ def sit(args: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, d
     root = result.checkpoint.root
     if result.checkpoint.config is None:
         raise Rejected(f"--model-dir {model}: {result.findings.problems[0].message}")
-    if root == out or root in out.parents:
+    if Path(os.path.realpath(root)) in (out, *out.parents):
         raise Rejected(f"--out {out}: lies inside the checkpoint, which is never written to")
     run = RunDirectory(out)
     run.create()
@@ -96,6 +97,9 @@ class Sitting:
     def run(self, wanted: list[str], full: bool) -> None:
         """Run the wanted stages that have not passed, and what they need; ``full``: the cookbook's workload too."""
         self.environment.pop(FULL, None)
+        if self._unclean():  # what that server did is not joined with the clean end of another one
+            for name in SERVED:
+                self.directory.stage(name).unlink(missing_ok=True)
         due = [name for name in wanted if not self._kept(name, full)]
         served = [name for name in due if name in SERVED and self._exists(name)]
         if served and self._exists(FIRST):
@@ -115,6 +119,8 @@ class Sitting:
                 for launch in range(1, LAUNCHES):
                     self.environment[FULL] = str(launch)
                     self._serve([name for name in served if name in (FIRST, MEASURED, LAST)])
+                    if self._unclean():
+                        return
                 self.environment[FULL] = str(LAUNCHES)
             self._serve(served)
 
@@ -134,11 +140,15 @@ class Sitting:
         found = self.directory.read(name, self.sha256)
         return (
             found is not None
-            and found["result"] == "passed"
+            and found.get("result") == "passed"
             and self._exists(name)
-            and (found["gpu"] or {}).get("name") == self.gpu["name"]
+            and (found.get("gpu") or {}).get("name") == self.gpu["name"]
             and (name != MEASURED or not full or "cookbook" in found["numbers"])
         )
+
+    def _unclean(self) -> bool:
+        """Whether the last server left something behind, or did not end in order."""
+        return (self.directory.read(LAST, self.sha256) or {}).get("result") == "failed"
 
     def _exists(self, name: str) -> bool:
         return tiers.module("gpu", name).exists()
@@ -181,7 +191,7 @@ class Sitting:
         stage["seconds"] = round(time.monotonic() - began, 1)
         stage |= self._outcome(name, code)
         if watched and (trouble := trouble or self._settled(SETTLE[stage["result"] == "passed"])):
-            stage |= {"result": "failed", "reason": self._placeless(trouble)}
+            stage |= {"result": "failed", "reason": self._public(trouble)}
         write_json(path, stage)
         self.screen.line(name, stage["result"], stage["seconds"], stage["reason"])
         return stage["result"]
@@ -223,7 +233,8 @@ class Sitting:
     def _outcome(self, name: str, code: int) -> dict[str, Any]:
         """Result, reason, tests and numbers of a process that has ended."""
         try:
-            told = json.loads(self.directory.result(name).read_text())
+            # NaN becomes a word: it misses every bound, and the stage's file stays JSON.
+            told = json.loads(self.directory.result(name).read_text(), parse_constant=str)
         except (OSError, ValueError):
             told = {"result": "failed", "reason": f"the stage's process ended without a result ({code})",
                     "tests": {}, "numbers": {}}  # fmt: skip
@@ -231,12 +242,13 @@ class Sitting:
             kind: [test for test, outcome in told["tests"].items() if outcome == kind]
             for kind in ("passed", "failed", "skipped")
         }
-        reason = self._placeless(told["reason"])
+        reason = self._public(told["reason"])
         return {"result": told["result"], "reason": reason, "tests": tests, "numbers": told["numbers"]}
 
-    def _placeless(self, text: str) -> str:
-        """A sentence without this machine's paths."""
-        return text.replace(self.environment[MODEL], "MODEL_DIR").replace(str(self.directory.path), "OUT")
+    def _public(self, text: str) -> str:
+        """A reason that can stand in a receipt: also a run that ended with a traceback must be sealed as failed."""
+        text = text.replace(self.environment[MODEL], "MODEL_DIR").replace(str(self.directory.path), "OUT")
+        return sanitise.redact(text)[:500]
 
 
 def _now() -> str:

@@ -60,6 +60,9 @@ NUMBERS: dict[str, dict[str, Any]] = {
     },
     "cleanup": {"processes_left": 0, "gpu_bytes_over": 0, "files_changed": 0, "mount": "read-only"},
 }
+NUMBERS["cleanup"]["manifest_sha256"] = hashlib.sha256(
+    json.dumps(FILES, sort_keys=True, separators=(",", ":")).encode()
+).hexdigest()
 H200 = {"name": "NVIDIA H200", "capability": [9, 0], "count": 1, "driver": "580.159.04", "cuda": "13.0"}
 
 
@@ -147,7 +150,7 @@ def facts(policy: Path = POLICY, **changes: Any) -> dict[str, Any]:
                 "model_override": "xllm_source_router_gemm_partitions",
             }
         },
-        "flags": {"--tp-size": 1, "--enable-metrics": True, "--attention-backend": "fa3"},
+        "flags": {"--tp-size": 1, "--ep-size": 1, "--enable-metrics": True, "--attention-backend": "fa3"},
         "policy_sha256": sha256(policy.read_bytes()),
     }
     return merge(result, changes)

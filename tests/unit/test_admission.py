@@ -104,6 +104,14 @@ def test_refused_for(consumer, name):
     assert consumer(consumer.seal(), **changes) == (1, f"refused: {told}")
 
 
+@pytest.mark.parametrize("part", ["pp", "dp"])
+def test_a_topology_that_no_pair_can_name_is_refused(consumer, part):
+    two = {name: {"gpu": {"count": 2}} for name in runs.STAGES}
+    receipt = consumer.seal(run={"topology": {part: 2}}, stages=two)
+    assert receipt["predicate"]["result"] == "PASSED"
+    assert consumer(receipt) == (1, "refused: of another target or topology")
+
+
 @pytest.mark.parametrize(
     ("run", "stages", "told"),
     [
@@ -138,10 +146,12 @@ def test_another_version_of_the_receipt_is_refused(consumer):
     assert consumer(reseal(receipt)) == (1, "refused: not a receipt of version 1: $.predicate.horizonImages.schema")
 
 
-def test_two_subjects_of_one_kind_are_no_image(consumer):
+@pytest.mark.parametrize("which", [0, 1])
+def test_two_subjects_of_one_kind_are_refused(consumer, which):
+    """Two images or two checkpoints would let one be vouched for and the other be compared."""
     receipt = consumer.seal()
-    receipt["subject"] = [receipt["subject"][1]] * 2
-    assert consumer(reseal(receipt)) == (1, "refused: names no image")
+    receipt["subject"] = [receipt["subject"][which]] * 2
+    assert consumer(reseal(receipt)) == (1, "refused: not a receipt of version 1: $.subject")
 
 
 def test_a_pulled_image_in_a_store_without_configuration_digests(consumer):

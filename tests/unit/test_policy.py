@@ -28,6 +28,14 @@ def test_every_image_has_a_policy_for_each_of_its_targets():
             assert section.scopes == ("published",)
 
 
+def test_artifacts_need_the_same_outside_the_numerics():
+    """What a model is made of changes its numerics alone."""
+    sections = policy.load().sections
+    needs = {tuple(item.name for item in section.thresholds if item.stage != "numerics") for section in sections}
+    assert len(sections) > 2
+    assert len(needs) == 1
+
+
 def test_every_threshold_says_where_it_comes_from_and_is_used():
     raw = tomllib.loads(policy.PATH.read_text())
     used = {name for item in raw["policies"] for name in item["thresholds"]}

@@ -163,7 +163,9 @@ def test_refused(host, words, environment, code, says):
         assert host.fakes.calls() == []
 
 
-def test_out_is_never_in_the_checkpoint(host):
-    done = host("--out", str(host.model / "out"))
+@pytest.mark.parametrize("through", ["its name", "a link"])
+def test_out_is_never_in_the_checkpoint(host, tmp_path, through):
+    (tmp_path / "link").symlink_to(host.model)
+    done = host("--out", str((host.model if through == "its name" else tmp_path / "link") / "out"))
     assert (done.returncode, "inside the checkpoint" in done.stderr) == (1, True)
     assert sorted(path.name for path in host.model.iterdir()) == ["config.json"]

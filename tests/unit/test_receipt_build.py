@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from qualify import cli
-from qualify.receipt import sanitise
+from qualify.receipt import canonical, sanitise
 from tests.unit import receipt_runs as runs
 
 
@@ -179,6 +179,7 @@ def test_an_unmeasured_threshold_stands_in_the_way_of_a_release(lab):
     assert lab.seal(own_policy=True) == 0, lab.said
     predicate = lab.receipt["predicate"]
     assert (predicate["result"], predicate["warnedTests"]) == ("WARNED", ["numerics"])
+    assert "numerics" not in predicate["passedTests"]
     assert lab.results()["numerics"] == "passed"
     (blocker,) = lab.extension["release_blockers"]
     assert blocker.startswith("the stage numerics has no measured bound for numerics-mean-error, ")
@@ -186,6 +187,20 @@ def test_an_unmeasured_threshold_stands_in_the_way_of_a_release(lab):
     assert lab.seal("--release", own_policy=True) == 1
     assert lab.said == f"rejected: not sealed for a release: {blocker}\n"
     assert not lab.out.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "result", "blockers"),
+    [(None, "PASSED", []), ({"result": "failed", "reason": "x"}, "FAILED", ["the stage performance is failed"])],
+)
+def test_a_stage_that_is_not_required(lab, change, result, blockers):
+    """It may be left out; failed it stands in the way all the same."""
+    lab.policy.write_text(
+        lab.policy.read_text().replace('"requests", "performance", "cleanup"]\n', '"requests", "cleanup"]\n')
+    )
+    assert lab.seal(stages={"performance": change}) == 0, lab.said
+    assert lab.receipt["predicate"]["result"] == result
+    assert lab.extension["release_blockers"] == blockers
 
 
 @pytest.mark.parametrize("stage", runs.STAGES)
@@ -200,9 +215,14 @@ def test_another_architecture_is_not_the_target(lab):
 
 
 def test_fewer_gpus_than_the_topology_needs(lab):
-    lab.seal(run={"topology": {"tp": 2}})
+    lab.seal(run={"topology": {"tp": 2}, "flags": {"--tp-size": 2}})
     assert {name for name, result in lab.results().items() if result == "not-run"} == set(GPU_STAGES)
     assert lab.extension["stages"]["load"]["reason"] == "it saw 1 GPUs, fewer than the topology needs"
+
+
+def test_pipeline_stages_need_gpus_of_their_own(lab):
+    lab.seal(run={"topology": {"pp": 2}})
+    assert lab.results()["load"] == "not-run"
 
 
 def test_sittings_on_one_gpu_model_are_joined(lab):
@@ -383,10 +403,13 @@ def test_a_sealed_receipt_is_not_replaced_by_one_of_another_run(lab):
         ("run.json", '{"a": 1, "a": 2}', "run.json has the key 'a' twice"),
         ("stages/load.json", "", "stages/load.json is not a usable file"),
         ("stages/load.json", '{"seconds": NaN}', "stages/load.json is not a usable file"),
+        ("stages/load.json", '{"seconds": 1e999}', "stages/load.json is not a usable file: not JSON: 1e999 is too"),
+        ("stages/load.json", runs.text(runs.stage("load", run_sha256="0" * 64, numbers={"a\n\x1bb": 1})),
+         "stages/load.json: numbers.a\\n\\x1bb is"),
         ("stages/load.json", "[" * 5000, "stages/load.json is not a usable file"),
         ("stages/load.json", "[]", "stages/load.json: the document is not of type object"),
     ],
-)
+)  # fmt: skip
 def test_a_damaged_file_is_no_stage_that_did_not_run(lab, name, content, told):
     lab.seal()
     lab.out.unlink()
@@ -430,12 +453,56 @@ def test_a_stage_file_under_another_name(lab):
     assert "stages/load.json holds the stage numerics" in lab.said
 
 
+@pytest.mark.parametrize(
+    ("run", "stages", "told"),
+    [
+        ({"target_name": "sm120"}, {}, "target_name sm120 is not sm90, or not the GPU on which the stages ran"),
+        ({}, {name: {"gpu": {"name": "NVIDIA H100"}} for name in runs.STAGES}, "target_name h200 is not sm90, or not"),
+        ({"flags": {"--tp-size": 8}}, {}, "topology.tp is not what the flag --tp-size says"),
+        ({}, {"cleanup": {"numbers": {"manifest_sha256": "0" * 64}}}, "stage cleanup found another checkpoint than"),
+    ],
+)
+def test_a_run_that_contradicts_itself(lab, run, stages, told):
+    """What verify-receipt would refuse is not written."""
+    assert lab.seal(run=run, stages=stages) == 1
+    assert told in lab.said
+    assert not lab.out.exists()
+
+
+def test_a_checkpoint_that_changed_is_a_failed_cleanup(lab):
+    changed = {"numbers": {"manifest_sha256": "0" * 64, "files_changed": 1}}
+    assert lab.seal(stages={"cleanup": changed}) == 0, lab.said
+    assert lab.results()["cleanup"] == "failed"
+
+
+def test_an_image_told_in_two_ways(lab):
+    """Nothing that was given goes unread."""
+    assert lab.seal("--diff-id", "sha256:" + "b" * 64) == 1
+    assert "--image-inspect has the diff IDs: leave --diff-id out" in lab.said
+    assert lab.seal("--config-digest", "sha256:" + "a" * 64, "--diff-id", "sha256:" + "b" * 64, "--pushed", PUSHED) == 1
+    assert "--pushed needs --image-inspect" in lab.said
+
+
 def test_no_run_and_no_image(lab, capsys):
     out = ["--out", str(lab.out)]
     assert cli.main(["seal", "--run", str(lab.folder / "none"), "--config-digest", "x", *out]) == 1
     assert cli.main(["seal", "--run", str(lab.folder), *out]) == 1
     told = capsys.readouterr().err
     assert "say which image: either --image-inspect, or --config-digest with --diff-id" in told
+
+
+def test_a_receipt_is_written_whole_or_not_at_all(lab, monkeypatch):
+    lab.seal()
+    before = lab.out.read_bytes()
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    assert lab.seal("--pushed", PUSHED, image=runs.inspect(RepoDigests=[PUSHED])) == 2
+    assert lab.out.read_bytes() == before
+    assert not [path for path in lab.folder.rglob(".*") if path.is_file()]
+
+
+def test_no_more_is_read_than_can_be_used(lab, monkeypatch):
+    monkeypatch.setattr(canonical.strictjson, "MAX_BYTES", 10)
+    assert len(canonical.read(runs.POLICY, "a file")) == 11
 
 
 def test_a_receipt_that_cannot_be_written(lab):

@@ -19,6 +19,8 @@ PLANTS = {
     "short host name": (f"{HOST.upper()}: lost", "the name of a host or a user", HOST),
     "user name": ("as wmiller, twice", "the name of a host or a user", "wmiller"),
     "given name": ("in rack42", "the name of a host or a user", "rack42"),
+    "name in the DNS": ("rack9.cluster.internal:29500", "the name of a host or a user", "rack9"),
+    "name of an address": ("ip-10-20-30-40 was lost", "the name of a host or a user", "ip-10"),
     "path": ("see /srv/models/x", "a path that is not one of the container's", "srv"),
     "path behind a sign": ("path=/mnt/data1", "a path that is not one of the container's", "data1"),
     "home": ("~/models/x", "a path that is not one of the container's", "~/"),
@@ -40,6 +42,9 @@ PLANTS = {
     "AWS key": ("AKIA" + "IOSFODNN7EXAMPLE", "what looks like a token or a key", "AKIA"),
     "bearer": ("Authorization: Bearer abc", "what looks like a token or a key", "Bearer"),
     "assigned key": ("API_KEY=hunter2", "what looks like a token or a key", "hunter2"),
+    "npm token": ("npm_" + "AbCdEfGh12345", "what looks like a token or a key", "npm_"),
+    "registry token": ("dckr_pat_" + "AbCdEfGh12", "what looks like a token or a key", "AbCdEfGh12"),
+    "identifier of a GPU": ("of 8f6b2c1e-1234-4abc-9def-0123456789ab", "what looks like a token or a key", "8f6b"),
     "password": ('"password": "hunter2"', "what looks like a token or a key", "hunter2"),
     "hex": ("0f" * 16, "what looks like a token or a key", "0f0f"),
     "digest where none belongs": ("ab12" * 16, "what looks like a token or a key", "ab12"),
@@ -138,6 +143,8 @@ def test_a_secret_that_is_an_ordinary_word(seal, flag):
 
 
 HARMLESS = [
+    "torch.nn.functional.scaled_mm, threading.local, asyncio.base_events, sglang.srt.layers.moe",
+    "--tokenizer-mode auto --max-running-requests 64",
     '{"xllm_source_router_gemm_partitions": 2, "eos_token": 5}',
     "IFM/K2-Horizon-MoVA-36B-A4B-FP8",
     "nvidia/Qwen3.6-35B-A3B-NVFP4",
@@ -167,6 +174,23 @@ HARMLESS = [
 @pytest.mark.parametrize("text", HARMLESS)
 def test_harmless(text):
     assert sanitise.defect(text, {HOST, "wmiller"}) is None
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_redacted(monkeypatch, plant):
+    """What a stage says of itself, before it is written."""
+    monkeypatch.setattr(sanitise, "names_here", lambda: {HOST, "wmiller", "rack42"})
+    text, _, needle = PLANTS[plant]
+    told = sanitise.redact(f"the launcher ended: {text}")
+    assert sanitise.find([told], {HOST, "wmiller", "rack42"}) is None
+    assert needle not in told or plant == "line break"
+
+
+def test_redaction_leaves_what_says_why(monkeypatch):
+    monkeypatch.setattr(sanitise, "names_here", set)
+    told = "CUDA out of memory. Tried to allocate 20.00 MiB. See (https://pytorch.org/x) 12%|\u2588\u258e | 1/8"
+    assert sanitise.redact(told) == "CUDA out of memory. Tried to allocate 20.00 MiB. See [...] [...] | 1/8"
+    assert sanitise.redact("the server ended") == "the server ended"
 
 
 def test_names_here(monkeypatch):

@@ -135,6 +135,41 @@ def test_a_damaged_envelope_is_one_sentence(lab, change):
     assert lab.said.count("\n") == 1
 
 
+@pytest.mark.parametrize("change", [{"payloadType": "application/vnd.in-toto.bundle"}, {"more": 1}])
+def test_an_envelope_of_something_else_needs_no_key_to_be_refused(lab, change):
+    lab.seal("--sign", lab.private)
+    envelope = json.loads(lab.out.read_text())
+    lab.out.write_text(json.dumps(envelope | change))
+    assert lab.verify() == 1
+    assert lab.said.startswith("rejected: the envelope")
+
+
+def test_a_payload_is_read_in_one_way(lab):
+    """Other decoders skip what is no base64: they and we would read different receipts."""
+    lab.seal("--sign", lab.private)
+    envelope = json.loads(lab.out.read_text())
+    lab.out.write_text(json.dumps(envelope | {"payload": "!" + envelope["payload"]}))
+    assert lab.verify() == 1
+    assert lab.said == "rejected: the envelope's payload is not base64\n"
+
+
+def test_two_signatures(lab):
+    """The one that is asked for counts, wherever it stands."""
+    private, public = pem(lab.folder, "second", ed25519.Ed25519PrivateKey.generate())
+    lab.seal("--sign", private)
+    second = json.loads(lab.out.read_text())
+    lab.out.unlink()
+    lab.seal("--sign", lab.private)
+    both = json.loads(lab.out.read_text())
+    both["signatures"] += second["signatures"]
+    lab.out.write_text(json.dumps(both))
+    for key in (lab.public, public):
+        assert lab.verify("--public-key", key) == 0, lab.said
+    both["signatures"][1]["sig"] = "AAAA"
+    lab.out.write_text(json.dumps(both))
+    assert lab.verify("--public-key", public) == 1
+
+
 def test_an_unsigned_receipt_is_not_by_a_key(lab):
     lab.seal()
     assert lab.verify("--public-key", lab.public) == 1

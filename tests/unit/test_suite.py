@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -21,7 +22,8 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(ROOT))
 from launch.machine import GIB, Gpu, Machine  # noqa: E402
 from qualify.errors import CannotRun, Rejected  # noqa: E402
-from qualify.suite import facts, processes, rundir, targets  # noqa: E402
+from qualify.receipt import canonical, schema  # noqa: E402
+from qualify.suite import facts, processes, rundir, sitting, targets  # noqa: E402
 from tests.cases import bases  # noqa: E402
 
 STAGES = ["identity", "checkpoint", "load", "numerics", "requests", "performance", "cleanup"]
@@ -158,6 +160,7 @@ def test_run_json(passed):
         assert (file["size"], file["sha256"]) == (len(raw), hashlib.sha256(raw).hexdigest())
     assert {file["name"] for file in files} == {path.name for path in passed.model.iterdir()}
     assert checkpoint["manifest_sha256"] == facts.manifest_sha256(files)
+    assert run["image"]["substituted_libraries"] == ["PYTHONPATH"]  # that of these tests, without its value
     assert str(passed.folder) not in (passed.out / "run.json").read_text()
 
 
@@ -463,13 +466,38 @@ def test_what_did_not_pass_runs_again_with_its_server(passed, tmp_path):
     assert {name for name in after if after[name] != before[name]} - {"numerics"} == {"load", "requests", "cleanup"}
 
 
-@pytest.mark.parametrize("change", ["run_sha256", "gpu", "broken"])
+def test_a_clean_end_is_that_of_the_server_that_was_asked(passed, tmp_path):
+    """Another server that does nothing and ends well proves nothing of the one that left a process behind."""
+    one = copy_of(passed, tmp_path)
+    path = one.out / "stages/cleanup.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"result": "failed"}))
+    one.run("--only", "cleanup")
+    assert one.results() == dict.fromkeys(("identity", "checkpoint", "load", "cleanup"), "passed")
+
+
+@pytest.mark.parametrize(("cleanup", "launches"), [("passed", sitting.LAUNCHES), ("failed", 1)])
+def test_a_launch_that_leaves_something_is_the_last(tmp_path, monkeypatch, cleanup, launches):
+    """The next one's clean end would be written over it."""
+    run = rundir.RunDirectory(tmp_path / "out")
+    run.create()
+    one, served = sitting.Sitting(run, "0" * 64, GPU, [], {}), []
+    monkeypatch.setattr(one, "_serve", lambda names: served.append(names) or one._note("cleanup", cleanup, ""))
+    one.run(["load", "performance", "cleanup"], full=True)
+    assert served == [["load", "performance", "cleanup"]] * launches
+
+
+@pytest.mark.parametrize("change", ["run_sha256", "gpu", "broken", "empty"])
 def test_a_stage_of_another_run_or_gpu_is_not_kept(passed, tmp_path, change):
     one = copy_of(passed, tmp_path)
     path = one.out / "stages/identity.json"
     stage = json.loads(path.read_text())
-    changed = {"run_sha256": {"run_sha256": "0" * 64}, "gpu": {"gpu": {"name": "NVIDIA H200 NVL"}}}
-    path.write_text("{" if change == "broken" else json.dumps(stage | changed[change]))
+    changed = {
+        "run_sha256": json.dumps(stage | {"run_sha256": "0" * 64}),
+        "gpu": json.dumps(stage | {"gpu": {"name": "NVIDIA H200 NVL"}}),
+        "broken": "{",
+        "empty": json.dumps({"run_sha256": stage["run_sha256"]}),
+    }
+    path.write_text(changed[change])
     one.run("--only", "identity")
     assert json.loads(path.read_text())["began"] >= stage["began"]
     assert json.loads(path.read_text())["run_sha256"] == stage["run_sha256"]
@@ -537,8 +565,10 @@ def test_outside_an_image_and_in_another_artifacts(suite):
     assert not suite.out.exists()
 
 
-def test_out_inside_the_checkpoint(suite):
-    suite.out = suite.model / "out"
+@pytest.mark.parametrize("through", ["its name", "a link"])
+def test_out_inside_the_checkpoint(suite, through):
+    (suite.folder / "link").symlink_to(suite.model)
+    suite.out = (suite.model if through == "its name" else suite.folder / "link") / "out"
     done = suite.run()
     assert (done.returncode, "lies inside the checkpoint" in done.stderr) == (1, True)
     assert not suite.out.exists()
@@ -563,6 +593,20 @@ def test_out_that_cannot_be_written(suite):
 # --- parts ------------------------------------------------------------------------------------------------------
 
 
+def test_what_came_of_a_stage_can_be_sealed(tmp_path):
+    """Whatever a failed stage measured and said: its file is JSON, and its reason public and short enough."""
+    run = rundir.RunDirectory(tmp_path / "out")
+    run.create()
+    one = sitting.Sitting(run, "0" * 64, GPU, [], {sitting.MODEL: "/srv/models/m"})
+    reason = f"/srv/models/m/config.json, {run.path}/logs and /home/x/y: \u2588 " + "long " * 200
+    told = {"result": "failed", "reason": reason, "tests": {"a": "failed"}, "numbers": {"error": math.nan}}
+    rundir.write_json(run.result("load"), told)
+    stage = one.blank("load", "") | one._outcome("load", 0)
+    assert schema.defect(canonical.parse(rundir.write_json(run.stage("load"), stage), "the file"), "stageFile") is None
+    assert stage["numbers"] == {"error": "NaN"}
+    assert stage["reason"].startswith("MODEL_DIR/config.json, OUT/logs and [...] [...] long ")
+
+
 def gpus(*names: str) -> Machine:
     return Machine(tuple(Gpu(name, (9, 0), 140 * GIB, 139 * GIB) for name in names), "580.1", (13, 0))
 
@@ -585,10 +629,12 @@ def test_substituted_libraries():
         "4 1 0:2 /x /opt/horizons rw - ext4 /dev/sda rw",
         "5 1 0:2 /x /models ro - ext4 /dev/sda rw",
     ]
-    assert facts.substituted(Path("/opt/horizon"), "\n".join(lines)) == [
+    assert facts.substituted(Path("/opt/horizon"), "\n".join(lines), {"LD_PRELOAD": "", "PATH": "/x"}) == [
         "venv/lib/nvidia/cu13/lib", "venv/lib/nvidia/cudnn"
     ]  # fmt: skip
-    assert facts.substituted(Path("/opt/horizon"), lines[0]) == []
+    assert facts.substituted(Path("/opt/horizon"), lines[0], {}) == []
+    for name in ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH"):
+        assert facts.substituted(Path("/opt/horizon"), lines[0], {name: "/x"}) == [name]
 
 
 def test_manifest_digest_depends_on_everything_but_the_order():

@@ -125,7 +125,7 @@ def test_every_claimed_target_needs_its_own(lab):
     lab.receipt()
     assert f"released for {runs.REPOSITORY} on sm120 (there is none)" in lab.refusal()
     blackwell = {"gpu": {"name": "NVIDIA RTX PRO 6000", "capability": [12, 0]}}
-    lab.receipt("sm120.json", {"target": "sm120"}, dict.fromkeys(runs.STAGES, blackwell))
+    lab.receipt("sm120.json", {"target": "sm120", "target_name": "sm120"}, dict.fromkeys(runs.STAGES, blackwell))
     assert lab.tag() == f"{RELEASE} is {CONFIG}, by sm90.json, sm120.json"
 
 
@@ -180,7 +180,8 @@ def test_weights_of_another_format(lab):
     ],
 )
 def test_another_checkpoint(lab, run, told):
-    lab.receipt(run={"checkpoint": run})
+    seen = {key: value for key, value in run.items() if key == "manifest_sha256"}
+    lab.receipt(run={"checkpoint": run}, stages={"cleanup": {"numbers": seen}})
     assert told in lab.refusal()
 
 
@@ -193,8 +194,14 @@ def test_an_index_that_is_not_the_catalogues(lab):
 
 def test_a_topology_that_the_catalogue_does_not_list(lab):
     four = {"gpu": {"count": 4}}
-    lab.receipt(run={"topology": {"tp": 4}}, stages=dict.fromkeys(runs.STAGES, four))
-    assert "TP 4 with EP 1 is none of the catalogue's topologies" in lab.refusal()
+    lab.receipt(run={"topology": {"tp": 4}, "flags": {"--tp-size": 4}}, stages=dict.fromkeys(runs.STAGES, four))
+    assert "TP 4 EP 1 PP 1 DP 1 is none of the catalogue's topologies" in lab.refusal()
+
+
+@pytest.mark.parametrize("part", ["pp", "dp"])
+def test_a_topology_that_no_pair_can_name(lab, part):
+    lab.receipt(run={"topology": {part: 2}}, stages={name: {"gpu": {"count": 2}} for name in runs.STAGES})
+    assert f"{part.upper()} 2" in lab.refusal()
 
 
 @pytest.mark.parametrize("declared", [{}, {"ROUTER_PARTITIONS": {"value": 3}}])
@@ -262,6 +269,9 @@ def test_a_receipt_under_another_policy(lab):
 
 def test_files_that_are_no_receipts_do_not_stand_in_the_way(lab):
     (lab.evidence / "a.json").write_text("{")
+    lab.receipt("b.json")
+    text = (lab.evidence / "b.json").read_text()
+    (lab.evidence / "b.json").write_text(text.replace('"seconds": 12.5', '"seconds": 1e999'))
     lab.receipt("another.json", stages={"load": None})
     lab.receipt()
     assert lab.tag().endswith("by sm90.json")
