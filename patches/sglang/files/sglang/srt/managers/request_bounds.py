@@ -1,4 +1,4 @@
-"""Refuses requests of which the scheduler would die: bounds that depend on the vocabulary, checked before it gets them."""
+"""Refuses requests of which the scheduler would die: bounds of the vocabulary, checked before it gets them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 def check(obj, input_ids: list[int] | None, vocab_size: int) -> None:
     """Raise ``ValueError`` (HTTP 400) for token ids outside the vocabulary and for more log-probabilities than it has.
 
-    In the scheduler's process the former are an IndexError of the embedding (on a GPU a device assertion), the latter one
+    The former are an IndexError of the embedding in the scheduler (on a GPU a device assertion), the latter one
     of ``topk``; either ends the server for every client.
     """
     outside = next((token for token in input_ids or () if not 0 <= token < vocab_size), None)
