@@ -5,10 +5,11 @@ The engine's own admission (``deepep_admission`` of the patch series) says the s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from launch.recipe import Recipe
+from qualify.checkpoint.headers import Header
 from qualify.errors import Rejected
 
 FLAG = "--moe-a2a-backend"
@@ -68,3 +69,11 @@ def check(name: str, choices: Mapping[str, Any]) -> None:
             f"CHUNKED_PREFILL={prefill} with --deepep-mode low_latency: that mode has room for {room} tokens, {ROOM} a "
             "rank; set it between 1 and that, or leave the mode at auto"
         )
+
+
+def replicated(name: str, headers: Iterable[Header]) -> int:
+    """Bytes of the checkpoint that every rank holds whole under backend ``name``, which are its shared experts."""
+    if name == NONE:
+        return 0
+    tensors = (tensor for header in headers for tensor in header.tensors)
+    return sum(tensor.end - tensor.start for tensor in tensors if ".shared_experts." in tensor.name)

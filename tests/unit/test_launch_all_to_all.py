@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from launch import plan, recipe
+from qualify import catalogue
 from qualify.errors import CannotRun, Rejected
 
 RECIPES = recipe.RECIPES
@@ -87,6 +88,17 @@ def test_no_flag_brings_the_backend_by_itself():
 def test_normal_mode_has_room_for_more():
     made = build("mova-fp8", "--deepep-mode", "normal", A2A="deepep", TP="2", MAX_RUNNING="512")
     assert made.value("--max-running-requests") == 512
+
+
+@pytest.mark.parametrize("artifact", ["mova-fp8", "k2-horizon-fp8"])
+def test_the_catalogue_lists_every_topology_of_a_backend(artifact):
+    """Preflight refuses a pair that is not listed, and a receipt of it makes no tag."""
+    for entry in recipe.load(artifact).all_to_all:
+        listed = catalogue.load()[artifact].checkpoints
+        served = [known for known in listed if not entry.models or known.name in entry.models]
+        assert served
+        for known in served:
+            assert {(tp, tp) for tp in entry.tp} <= set(known.topologies)
 
 
 def test_a_flag_for_a_backend_that_is_not_there_is_our_fault(tmp_path):
