@@ -23,11 +23,12 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("375b-a23b", "mova")
 TOKENS = {"normal": (0, 1, 7, 128, 1000, 4096), "low_latency": (0, 1, 7, 64, 128)}
-# Errors are measured against references in the same run; the default path's own is the bound. Where FP32 sums differ
-# in the last bits, an activation on a boundary between two E4M3 codes goes either way, on either side.
+# Errors are measured against references in the same run; the default path's largest is the bound. Where FP32 sums
+# differ in the last bits, an activation on a boundary between two E4M3 codes goes either way, on either side: of a
+# single token a few dozen do, by chance more on one side than on the other.
 TIMES_DEFAULT = 1.5
-# A default path that is wrong would be no bound. Such boundaries make its error 0.4 to 0.6 % when the sums of the first
-# GEMM are off by 2^-14; scales of a neighbour make it 30 %.
+# A default path that is wrong would be no bound. In PyTorch such boundaries make 0.4 to 0.6 % where the sums of the
+# first GEMM are off by 2^-14; scales of a neighbour make it 30 %.
 SOUND = 0.02
 
 
@@ -91,9 +92,10 @@ def test_the_loopback_is_as_right_as_the_default_path(name, tmp_path):
     found = json.loads(out.read_text())
     print(*found, sep="\n")
     assert len(found) == sum(count > 0 for counts in TOKENS.values() for count in counts)
+    bound = max(row["default"] for row in found)
     for row in found:
         assert row["default"] <= SOUND, row
-        assert row["deepep"] <= TIMES_DEFAULT * row["default"], row  # false for NaN
+        assert row["deepep"] <= TIMES_DEFAULT * bound, row  # false for NaN
 
 
 if __name__ == "__main__":
