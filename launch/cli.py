@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from launch import machine, memory, models, plan, recipe
+from launch import all_to_all, machine, memory, models, plan, recipe
 from qualify import catalogue, inspect, preflight
 from qualify.checkpoint import inspection, report
 from qualify.errors import CannotRun, Rejected, exit_code
@@ -139,7 +139,8 @@ def fit(planned: plan.Plan, result: inspection.Inspection, found: machine.Machin
     gpu = min(found.gpus[: planned.tp], key=lambda item: item.free)
     size = result.as_dict()["bytes"]
     per_token = memory.kv_bytes_per_token(result.config, planned.tp, planned.value("--kv-cache-dtype", "auto"))
-    fits = memory.fit(size, per_token, planned.tp, gpu, planned.value("--mem-fraction-static"))
+    whole = all_to_all.replicated(planned.value(all_to_all.FLAG, all_to_all.NONE), result.headers)
+    fits = memory.fit(size, per_token, planned.tp, gpu, planned.value("--mem-fraction-static"), whole)
     if limit := planned.value("--max-total-tokens"):
         fits = replace(fits, tokens=min(fits.tokens, limit))
     context = planned.value("--context-length", result.config.get("max_position_embeddings", 0))

@@ -44,10 +44,13 @@ def kv_bytes_per_token(config: Mapping[str, Any], tp: int, dtype: str = "auto") 
     return 2 * config["num_hidden_layers"] * heads * config["head_dim"] * KV_BYTES[dtype]
 
 
-def fit(weight_bytes: int, kv_per_token: int, tp: int, gpu: Gpu, fraction: float) -> Fit:
-    """What fits into one of ``tp`` GPUs: every weight is split over the ranks, but for some small ones."""
+def fit(weight_bytes: int, kv_per_token: int, tp: int, gpu: Gpu, fraction: float, whole: int = 0) -> Fit:
+    """What fits into one of ``tp`` GPUs: every rank holds ``whole`` of the weights' bytes, and its share of the rest.
+
+    Some small weights are on every rank as well, and not counted so.
+    """
     static = int((gpu.free - OVERHEAD) * fraction)
-    weights = -(-weight_bytes // tp)
+    weights = whole + -(-(weight_bytes - whole) // tp)
     return Fit(weights, static, kv_per_token, max(0, static - weights) // kv_per_token)
 
 

@@ -86,6 +86,7 @@ FLAGS = {
     "--decode-attention-backend": "give --attention-backend, which the recipe checks",
     "--prefill-attention-backend": "give --attention-backend, which the recipe checks",
     "--enable-two-batch-overlap": _STRICT,
+    "--enable-waterfill": "it changes the all-to-all backend behind the plan: set A2A=deepep",
     "--enable-eplb": _STRICT,
     "--init-expert-location": _STRICT,
     "--ep-num-redundant-experts": _STRICT,

@@ -14,8 +14,8 @@ import torch
 
 from tests.deep_ep_stand_in import quantise
 
-#: Tokens of each rank in the passes of one case: more than one, none on rank 1, none anywhere.
-TOKENS = ((7, 5), (9, 0), (0, 0))
+#: Tokens of ranks 0 to 3 in the passes of one case: more than one, none on some ranks, none anywhere.
+TOKENS = ((7, 5, 3, 2), (9, 0, 0, 2), (0, 0, 0, 0))
 LAYER = 4
 TOP_K = 2
 
@@ -43,6 +43,16 @@ def enable() -> None:
     deep_gemm._legacy_silu_and_mul = lambda rows, out: out.copy_(silu_and_mul(rows))
     deep_gemm.get_offloader = lambda: types.SimpleNamespace(forbid_copy_engine_usage=True)
     deep_gemm.copy_list_to_gpu_no_ce = lambda counts: torch.tensor(counts, dtype=torch.int32)
+
+
+def slices() -> list[str]:
+    """Over what the engine cuts a batch before routed experts read it, in this process's world."""
+    from sglang.srt.layers.layer_boundary import factories
+    from sglang.srt.layers.layer_boundary.contracts import BatchVariant
+
+    assert list(factories._active_variants()) == [BatchVariant.ORDINARY]
+    contract, *_ = factories._resolve_ffn(BatchVariant.ORDINARY, sparse=True)
+    return sorted(axis.name for axis in contract.input.layout.sharded)
 
 
 def errors(model, source: dict[str, torch.Tensor], rank: int) -> list[float]:

@@ -89,6 +89,8 @@ CASES = [
     Case("mova", tp=2, ep=2, a2a="deepep", mode="low_latency"),
     Case("moe", tp=2, ep=2, a2a="deepep"),
     Case("moe", tp=2, ep=2, a2a="deepep", mode="low_latency"),
+    Case("mova", tp=4, ep=4, a2a="deepep", mode="low_latency"),
+    Case("moe", tp=4, ep=4, a2a="deepep"),
     Case("dense", tp=2, ep=2, works=False),
     Case("moe", tp=4, works=False),
     Case("moe", tp=2, a2a="deepep", works=False),
@@ -250,6 +252,7 @@ def on_rank(case: Case, world_rank: int, meeting: str, directory: Path, intact: 
         neighbour = wanted(config, source, Rank(case, (world_rank + 1) % case.tp), layers)
         result["like_neighbour"] = not differences(model, neighbour)
     if case.a2a != "none":
+        result["slices"] = deepep_forward.slices()
         result["forward"] = deepep_forward.errors(model, source, world_rank)
     return result
 

@@ -10,10 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from launch import all_to_all
 from qualify import engine_cpu
 from qualify.checks.loading import PROVENANCE
 from qualify.models import assumed, k2_horizon
 from qualify.synth.layout import derive_config
+from tests.engine import deepep_forward
 from tests.engine.ownership import CASES
 
 # One rounding to BF16 is at most 2^-8 of a value, and the sum of a token's experts is rounded last.
@@ -218,11 +220,22 @@ DEEPEP = [case for case in CASES if case.a2a == "deepep" and case.works]
 
 
 @pytest.mark.parametrize("case", DEEPEP, ids=[case.name for case in DEEPEP])
-def test_two_ranks_compute_what_the_checkpoint_says(ownership, case):
-    """Tokens on both ranks, on rank 0 alone, on none: both formats, contiguous and masked."""
+def test_ranks_compute_what_the_checkpoint_says(ownership, case):
+    """Tokens on every rank, on some, on none: both formats, contiguous and masked."""
+    for number, rank in enumerate(ownership[case.name]["ranks"]):
+        assert len(rank["forward"]) == len(deepep_forward.TOKENS), rank
+        for tokens, error in zip(deepep_forward.TOKENS, rank["forward"], strict=True):
+            assert 0 < error <= BF16 if tokens[number] else error == 0, rank
+
+
+@pytest.mark.parametrize("case", DEEPEP, ids=[case.name for case in DEEPEP])
+def test_the_ranks_of_attention_share_a_batch(ownership, case):
+    """So the room of launch/all_to_all.py is that of all of them together."""
     for rank in ownership[case.name]["ranks"]:
-        assert len(rank["forward"]) == 3 and rank["forward"][2] == 0, rank
-        assert all(error <= BF16 for error in rank["forward"]), rank
-    first, second = (rank["forward"] for rank in ownership[case.name]["ranks"])
-    assert min(first[0], first[1], second[0]) > 0
-    assert second[1] == 0
+        assert rank["slices"] == ["ATTN_TP"]
+
+
+def test_the_room_of_a_rank_is_the_engines():
+    from sglang.srt.environ import envs
+
+    assert envs.SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK.get() == all_to_all.ROOM

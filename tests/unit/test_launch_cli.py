@@ -154,6 +154,17 @@ def test_a_wrong_checkpoint_is_refused_before_the_gpu_is_asked(launch, model):
     assert shard.name in err.splitlines()[-1]
 
 
+def test_every_rank_holds_the_shared_experts_of_deepep(launch, model):
+    found = {}
+    for a2a in ("none", "deepep"):
+        out = launch("--check", gpus=[H200] * 2, TP="2", EP="2", A2A=a2a, CONTEXT_LENGTH="4096")[1]
+        found[a2a] = json.loads(out.removeprefix("launch: "))["memory"]["weights"]
+    config = json.loads((model / "config.json").read_text())
+    sparse = config["num_hidden_layers"] - len(config["mlp_only_layers"])
+    shared = 3 * 2 * config["hidden_size"] * config["moe_intermediate_size"] * config["num_shared_experts"] * sparse
+    assert found["deepep"] - found["none"] == shared // 2 > 0
+
+
 def test_limits_of_the_plan_count(launch):
     code, _, err = launch("--max-total-tokens", "1000")
     assert (code, "holds 1,000 tokens" in err) == (1, True)
