@@ -120,6 +120,7 @@ def test_no_capability(target):
 
 GOOD = policy.PATH.read_text()
 LOAD = re.search(r"\[thresholds.load-missing\]\n(?:.+\n)+", GOOD)[0]
+MEMORY = re.search(r"\[thresholds.cleanup-gpu-memory\]\n(?:.+\n)+", GOOD)[0]
 WRONG = {
     "not TOML": "policy",
     "another schema": GOOD.replace("policy/v1", "policy/v2"),
@@ -136,11 +137,11 @@ WRONG = {
     "a bound without source": GOOD.replace(LOAD, re.sub(r"source = .*\n", "", LOAD)),
     "a bound with an empty source": GOOD.replace(LOAD, re.sub(r'source = ".*"', 'source = " "', LOAD)),
     "two bounds": GOOD.replace(LOAD, LOAD + "min = 0\n"),
-    "no bound": GOOD.replace(LOAD, LOAD.replace("max = 0\n", "")),
-    "a bound that is a word": GOOD.replace(LOAD, LOAD.replace("max = 0", 'max = "0"')),
-    "a bound that is true": GOOD.replace(LOAD, LOAD.replace("max = 0", "max = true")),
-    "a bound that is nan": GOOD.replace(LOAD, LOAD.replace("max = 0", "max = nan")),
-    "a bound that is infinite": GOOD.replace(LOAD, LOAD.replace("max = 0", "max = inf")),
+    "no bound": GOOD.replace(LOAD, LOAD.replace("equals = 0\n", "")),
+    "a bound that is a word": GOOD.replace(MEMORY, MEMORY.replace("max = 67_108_864", 'max = "0"')),
+    "a bound that is true": GOOD.replace(MEMORY, MEMORY.replace("max = 67_108_864", "max = true")),
+    "a bound that is nan": GOOD.replace(MEMORY, MEMORY.replace("max = 67_108_864", "max = nan")),
+    "a bound that is infinite": GOOD.replace(MEMORY, MEMORY.replace("max = 67_108_864", "max = inf")),
     "a bound and unmeasured": GOOD.replace(LOAD, LOAD + 'unmeasured = "x"\n'),
     "a threshold's unknown word": GOOD.replace(LOAD, LOAD + "maximum = 0\n"),
 }

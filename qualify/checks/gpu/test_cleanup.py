@@ -61,7 +61,8 @@ def test_gpu_memory_came_back(launched, planned, measure):
 def test_checkpoint_is_unchanged(directory, run, model, measure):
     """Every byte is read again."""
     files = facts.manifest(inspection.inspect(model, headers_only=True), Journal(None))
-    changed = {file["name"] for file in files if file not in json.loads(directory.manifest.read_text())}
+    before = json.loads(directory.manifest.read_text())
+    changed = {file["name"] for old, new in ((before, files), (files, before)) for file in old if file not in new}
     mount = mounts.effective(facts.MOUNTINFO.read_text(), str(model.resolve()))
     measure(manifest_sha256=facts.manifest_sha256(files), files_changed=len(changed))
     measure(mount="unknown" if mount is None else "read-only" if mount.read_only else "writable")
