@@ -36,6 +36,9 @@ def test_the_published_config_is_admitted_whole(published):
     assert methods.count("Fp8MoEMethod") == 45
     assert methods.count("UnquantizedLinearMethod") == 48 * 4 + 3 + 45 + 2 * 48
     assert not {"Fp8LinearMethod", "Fp8KVCacheMethod", "UnquantizedFusedMoEMethod"} & set(methods)
+    kept = {entry for entry in model.quant_config.ignored_layers if entry.startswith("model.layers")}
+    listed = published["quantization_config"]["ignored_layers"]
+    assert kept == {entry for entry in listed if ".self_attn." not in entry and entry.startswith("model.layers")}
     elements = sum(parameter.numel() for parameter in model.parameters())
     bytes_per_element = k2_horizon.ITEMSIZE
     assert elements == sum(
