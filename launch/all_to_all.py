@@ -44,7 +44,7 @@ def settle(recipe: Recipe, asked: dict[str, tuple[Any, str]], target: str, model
 
 
 def check(name: str, choices: Mapping[str, Any]) -> None:
-    """Raises Rejected where a batch of the finished plan is larger than the backend's room.
+    """Raises Rejected where the finished plan sends what its runner cannot take, or more at once than has room.
 
     The ranks of attention share a batch, padded to a multiple of their number, and each sends its slice: so together
     they have room for TP times as many tokens, and a decoding request is one token.
@@ -55,6 +55,8 @@ def check(name: str, choices: Mapping[str, Any]) -> None:
     def value(flag: str, default: Any = None) -> Any:
         return choices[flag].value if flag in choices else default
 
+    if (dtype := value("--deepep-dispatcher-output-dtype", "auto")) not in ("auto", "fp8"):
+        raise Rejected(f"--deepep-dispatcher-output-dtype {dtype} with A2A={name}: its runner multiplies FP8; use fp8")
     mode, running = value("--deepep-mode", "auto"), value("--max-running-requests")
     if mode == "normal":
         return

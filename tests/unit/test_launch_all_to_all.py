@@ -80,6 +80,16 @@ def test_low_latency_alone_has_room_for_short_prefills_only():
     assert build("mova-fp8", "--deepep-mode", "auto", A2A="deepep", TP="2").value("--chunked-prefill-size") == 8192
 
 
+@pytest.mark.parametrize("dtype", ["auto", "fp8", "bf16", "int8", "nvfp4"])
+def test_tokens_are_sent_in_fp8(dtype):
+    flag = ("--deepep-dispatcher-output-dtype", dtype)
+    if dtype in ("auto", "fp8"):
+        assert build("mova-fp8", *flag, A2A="deepep", TP="2").value(flag[0]) == dtype
+        return
+    with pytest.raises(Rejected, match=f"{flag[0]} {dtype} with A2A=deepep"):
+        build("mova-fp8", *flag, A2A="deepep", TP="2")
+
+
 def test_no_flag_brings_the_backend_by_itself():
     with pytest.raises(Rejected, match="--enable-waterfill: it changes the all-to-all backend"):
         build("mova-fp8", "--enable-waterfill", TP="2")
