@@ -171,6 +171,15 @@ def test_low_latency_alone_takes_prefills_that_fit_into_its_room(deepep, monkeyp
             deepep_admission.check("FP8", 2560)
 
 
+@pytest.mark.parametrize(("unpadded", "room"), [(False, 512), (True, 128)])
+def test_a_batch_that_is_not_padded_is_sent_whole(monkeypatch, unpadded, room):
+    from sglang.srt.layers.quantization import deepep_admission
+
+    parallel = SimpleNamespace(attn_tp_size=4, disable_attn_tp_gather=unpadded)
+    monkeypatch.setattr(deepep_admission, "get_parallel", lambda: parallel)
+    assert deepep_admission._room() == room
+
+
 def test_every_rank_has_the_whole_shared_expert(moe):
     """Quantised and 256 wide it cannot be split over 4 ranks; DeepEP does not split it."""
     from sglang.srt.layers.quantization import k2_horizon_fp8
