@@ -44,7 +44,7 @@ def settle(recipe: Recipe, asked: dict[str, tuple[Any, str]], target: str, model
 
 
 def check(name: str, choices: Mapping[str, Any]) -> None:
-    """Raises Rejected where the finished plan sends what its runner cannot take, or more at once than there is room for.
+    """Raises Rejected where the finished plan sends what its runner cannot take, or more at once than has room.
 
     The ranks of attention share a batch, padded to a multiple of their number, and each sends its slice: so together
     they have room for TP times as many tokens, and a decoding request is one token.

@@ -221,6 +221,8 @@ def on_rank(case: Case, world_rank: int, meeting: str, directory: Path, intact: 
         pp_size=case.pp,
         moe_a2a_backend=case.a2a,
         deepep_mode=case.mode,
+        # The largest that fits: every rank takes its slice.
+        chunked_prefill_size=128 * case.tp if case.mode == "low_latency" else None,
     )
     publish(args, role="test", ranks=SpawnRanks(world_rank=world_rank))
     get_parallel().override_permanently(world_group=parallel_state._WORLD)

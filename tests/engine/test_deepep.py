@@ -5,6 +5,10 @@
 """
 
 import copy
+import importlib.util
+import re
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -135,6 +139,47 @@ def test_the_published_widths_have_low_latency_kernels(deepep, width):
     deepep_admission.check("FP8", width)
 
 
+def test_the_limits_are_those_of_the_library():
+    """Read from its files: it does not import without a GPU."""
+    from sglang.srt.layers.quantization import deepep_admission
+
+    package = Path(importlib.util.find_spec("deep_ep").origin).parent
+    tables = re.findall(r"config_map = \{(.*?)\}", (package / "buffers" / "legacy.py").read_text(), re.S)
+    assert len(tables) == 2  # dispatch and combine
+    for table in tables:
+        assert tuple(map(int, re.findall(r"(\d+): Config", table))) == deepep_admission.RANKS
+    [library] = package.glob("_C.*.so")
+    for kernel in (rb"8dispatch", rb"7combine"):
+        widths = re.findall(rb"internode_ll" + kernel + rb"I(?:Lb\dE)+Li(\d+)E", library.read_bytes())
+        assert tuple(sorted(set(map(int, widths)))) == deepep_admission.LOW_LATENCY_WIDTHS
+
+
+@pytest.mark.parametrize(("chunk", "served"), [(8192, False), (257, False), (-1, False), (256, True), (None, True)])
+def test_low_latency_alone_takes_prefills_that_fit_into_its_room(deepep, monkeypatch, chunk, served):
+    from sglang.srt.layers.moe.utils import DeepEPMode
+    from sglang.srt.layers.quantization import deepep_admission
+    from sglang.srt.runtime_context import get_schedule
+
+    monkeypatch.setenv("SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK", "256")
+    with get_schedule().override(chunked_prefill_size=chunk):
+        for mode in ("AUTO", "NORMAL"):
+            deepep(deepep_mode=DeepEPMode[mode])
+            deepep_admission.check("FP8", 2560)
+        deepep(deepep_mode=DeepEPMode.LOW_LATENCY)
+        words = f"room for 256 tokens at once, --chunked-prefill-size is {chunk}: set it between 1 and 256"
+        with nullcontext() if served else pytest.raises(ValueError, match=words):
+            deepep_admission.check("FP8", 2560)
+
+
+@pytest.mark.parametrize(("unpadded", "room"), [(False, 512), (True, 128)])
+def test_a_batch_that_is_not_padded_is_sent_whole(monkeypatch, unpadded, room):
+    from sglang.srt.layers.quantization import deepep_admission
+
+    parallel = SimpleNamespace(attn_tp_size=4, disable_attn_tp_gather=unpadded)
+    monkeypatch.setattr(deepep_admission, "get_parallel", lambda: parallel)
+    assert deepep_admission._room() == room
+
+
 def test_every_rank_has_the_whole_shared_expert(moe):
     """Quantised and 256 wide it cannot be split over 4 ranks; DeepEP does not split it."""
     from sglang.srt.layers.quantization import k2_horizon_fp8
@@ -208,6 +253,19 @@ def test_the_runner_is_given_the_loaded_tensors_in_the_layout_of_fp8(model, deep
     assert info.w13_scale.dtype == info.w2_scale.dtype == torch.float32
     rest = {key: value for key, value in vars(info).items() if not key.startswith("w")}
     assert rest == {"use_fp8": True, "block_shape": [128, 128], "is_fp4_experts": False, "use_mxfp8": False}
+
+
+def test_a_layer_with_another_runner_is_left_to_the_engine():
+    from sglang.srt.layers.moe.utils import MoeRunnerBackend
+    from sglang.srt.layers.quantization import block_fp8_deep_gemm
+
+    def layer(runner):
+        return SimpleNamespace(scheme=SimpleNamespace(runner=runner))
+
+    assert block_fp8_deep_gemm.keeps_runner(layer(SimpleNamespace(runner_backend=MoeRunnerBackend.DEEP_GEMM)))
+    assert not block_fp8_deep_gemm.keeps_runner(layer(SimpleNamespace(runner_backend=MoeRunnerBackend.TRITON)))
+    assert not block_fp8_deep_gemm.keeps_runner(layer(None))
+    assert not block_fp8_deep_gemm.keeps_runner(SimpleNamespace())
 
 
 def runner_of(experts):

@@ -12,7 +12,7 @@ from sglang.srt.environ import envs
 from sglang.srt.layers.moe.token_dispatcher import deepep
 from sglang.srt.layers.moe.utils import get_deepep_mode, get_moe_runner_backend
 from sglang.srt.layers.quantization import block_fp8_deep_gemm
-from sglang.srt.runtime_context import get_exec, get_parallel
+from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule
 
 RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 LOW_LATENCY_WIDTHS = (2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192)
@@ -46,7 +46,20 @@ def _fault(hidden_size: int) -> str | None:
             f"its low-latency kernels are not compiled for a hidden size of {hidden_size}, and --deepep-mode "
             f"{mode.value} uses them: use --deepep-mode normal"
         )
+    chunk, room = get_schedule().chunked_prefill_size, _room()
+    if mode.is_low_latency() and chunk is not None and not 0 < chunk <= room:
+        return (
+            f"--deepep-mode low_latency has room for {room} tokens at once, --chunked-prefill-size is {chunk}: set it "
+            f"between 1 and {room}, or use --deepep-mode auto"
+        )
     return None
+
+
+def _room() -> int:
+    """Tokens of a batch that low latency takes: the ranks of attention share it, but for one that is not padded."""
+    parallel = get_parallel()
+    ranks = 1 if parallel.disable_attn_tp_gather else parallel.attn_tp_size
+    return envs.SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK.get() * ranks
 
 
 def _one_line(error: object) -> str:
