@@ -2,9 +2,9 @@
 # Qualify a six-layer cut of a MoVA FP8 checkpoint on one H200, inside the image or its unpacked root:
 #   qualify_cut.sh [FOLDER]
 # FOLDER (default /dev/shm) then holds 10 GB of synthetic checkpoint in cut6, and the run directory in out/run. With
-# FAULT=loading (the engine is killed while it loads), FAULT=engine or FAULT=launcher (killed once the load stage has
-# passed) the run directory is out/fault-$FAULT, and what the stages say of it is shown in the same way. MODEL_DIR names
-# another checkpoint, such as the cut on a read-only mount.
+# FAULT=loading (the engine is killed while it loads), FAULT=memory (a neighbour takes the GPU's memory meanwhile),
+# FAULT=engine or FAULT=launcher (killed once the load stage has passed) the run directory is out/fault-$FAULT, and what
+# the stages say of it is shown in the same way. MODEL_DIR names another checkpoint, such as the cut on a read-only mount.
 set -euo pipefail
 cd "${HORIZON_HOME:-/opt/horizon}"
 folder=${1:-/dev/shm}
@@ -23,8 +23,19 @@ if [ -n "${FAULT:-}" ]; then
   rm -rf "$out"
   (
     wait_for=$out/stages/load.json
-    [ "$FAULT" != loading ] || wait_for=$out/work/status.json
+    [[ "$FAULT" = engine || "$FAULT" = launcher ]] || wait_for=$out/work/status.json
     until [ -e "$wait_for" ]; do sleep 0.2; done
+    if [ "$FAULT" = memory ]; then
+      # 3 GB are not enough for the weights; what was taken comes back when the load has failed.
+      exec python3 - "$out/stages/load.json" <<'PY'
+import pathlib, sys, time
+import torch
+free, _ = torch.cuda.mem_get_info()
+taken = torch.empty(free - 3 * 10**9, dtype=torch.uint8, device="cuda")
+while not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.2)
+PY
+    fi
     sleep 5
     field=engine file=status
     [ "$FAULT" != launcher ] || field=pid file=server
