@@ -83,8 +83,10 @@ def main() -> None:
     info = {table()[name].field: value for name, value in given.items()}
     info |= {"trust_remote_code": False, "device": "cuda", "api_key": key, "startup_time": STARTUP}
     info |= ASK.get("info", {})
-    config = json.loads(Path(info["model_path"], "config.json").read_text())
-    engine = Engine(info["served_model_name"], config["vocab_size"], info["context_length"], ASK)
+    # Tests of the launcher alone have no checkpoint, and ask for no tokens.
+    config = Path(info["model_path"], "config.json")
+    vocabulary = json.loads(config.read_text())["vocab_size"] if config.exists() else 0
+    engine = Engine(info.get("served_model_name"), vocabulary, info["context_length"], ASK)
     titles = ASK.get("workers", ["sglang::scheduler", "sglang::detokenizer"])
     if folder := os.environ.get("HORIZON_LOAD_REPORT"):
         report(Path(folder), Path(info["model_path"]))
