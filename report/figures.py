@@ -12,6 +12,8 @@ from report.pieces import figure
 from report.sources import Kernels, Load, Origin, Receipt, Round, Serving
 
 _SPREAD = [("mean", 0), ("p95", 1), ("max", 2)]
+#: series of a limit: an upright tick
+_BOUND = 5
 #: name in start_up_seconds -> what it is; ``scheduler`` without the parts that are named, and ``other`` last
 _START = {
     "checks": "checks of the launcher",
@@ -31,13 +33,16 @@ _KERNELS = [
 
 def numerics(receipt: Receipt) -> list[str]:
     """Error per layer, stream, modules and log-probabilities of a receipt that has them. Raises ``Rejected``."""
-    numbers, origin = receipt.extension["stages"]["numerics"]["numbers"], receipt.origin
+    extension, origin = receipt.extension, receipt.origin
+    numbers = extension["stages"]["numerics"]["numbers"]
+    thresholds = extension["policy"]["thresholds"]
+    bounds = {item["number"]: item["max"] for item in thresholds if item["stage"] == "numerics" and "max" in item}
     try:
         return [
             *_layers(numbers, origin),
             *_stream(numbers, origin),
-            *_modules(numbers, origin),
-            *_logprobs(numbers, origin),
+            *_modules(numbers, bounds, origin),
+            *_logprobs(numbers, bounds, origin),
         ]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise Rejected(f"{receipt.file}: the numbers of its stage numerics are unusable: {error}") from None
@@ -86,40 +91,53 @@ def _stream(numbers: dict[str, Any], origin: Origin) -> list[str]:
     return [figure(title, plot, origin, notes, ["after layer", "relative error"], list(enumerate(values)))]
 
 
-def _modules(numbers: dict[str, Any], origin: Origin) -> list[str]:
+def _modules(numbers: dict[str, Any], bounds: dict[str, float], origin: Origin) -> list[str]:
     rows, body = [], []
     for kind, found in sorted(numbers.get("modules", {}).items()):
         values = {name: _number(found[name]) for name, _ in _SPREAD if name in found}
-        if not values:
-            continue  # a router has no relative error
-        top = max(values.values())
-        told = "0: equal to the bit" if not top else f"{svg.number(min(values.values()))} – {svg.number(top)}"
-        rows.append((kind, told if len(values) > 1 or not top else svg.number(top),
-                     [(values[name], series) for name, series in _SPREAD if name in values]))  # fmt: skip
-        body.append([kind, *(values.get(name) for name, _ in _SPREAD)])
-    if not rows:
-        return []
+        if values:  # a router has no relative error
+            rows.append(_row(kind, values, bounds.get(f"modules.{kind}.mean")))
+            body.append([kind, *(values.get(name) for name, _ in _SPREAD), bounds.get(f"modules.{kind}.mean")])
+        if "worst_expert" in found:
+            worst, bound = {"mean": _number(found["worst_expert"])}, bounds.get(f"modules.{kind}.worst_expert")
+            rows.append(_row(f"{kind}, worst expert", worst, bound))
+            body.append([f"{kind}, worst expert", worst["mean"], None, None, bound])
     title = "Error of a token, by module: the worst layer"
-    plot = svg.spans(title, rows, "relative error", log=True)
-    return [figure(title, plot, origin, [], ["module", *(name for name, _ in _SPREAD)], body, svg.legend(_SPREAD))]
+    return _spread(title, rows, "relative error", True, origin, ["module"], body)
 
 
-def _logprobs(numbers: dict[str, Any], origin: Origin) -> list[str]:
+def _logprobs(numbers: dict[str, Any], bounds: dict[str, float], origin: Origin) -> list[str]:
     rows, body = [], []
-    for label, found in (("prompt", numbers), ("decoded", numbers.get("decode", {}))):
-        keys = [f"{name}_abs_logprob_error" for name, _ in _SPREAD]
-        if all(key in found for key in keys):
-            values = [_number(found[key]) for key in keys]
-            told = f"{svg.number(values[0])} mean, {svg.number(values[2])} max"
-            rows.append((f"{label}, {found['positions']} positions", told,
-                         [(value, series) for value, (_, series) in zip(values, _SPREAD, strict=True)]))  # fmt: skip
-            body.append([label, found["positions"], *values])
+    for label, prefix, found in (("prompt", "", numbers), ("decoded", "decode.", numbers.get("decode", {}))):
+        keys = {name: f"{name}_abs_logprob_error" for name, _ in _SPREAD}
+        if all(key in found for key in keys.values()):
+            values, bound = {name: _number(found[key]) for name, key in keys.items()}, bounds.get(prefix + keys["mean"])
+            rows.append(_row(f"{label}, {found['positions']} positions", values, bound))
+            body.append([label, found["positions"], *values.values(), bound])
+    title = "Error of log-probabilities, whole model"
+    return _spread(title, rows, "nat", False, origin, ["rows of the", "positions"], body)
+
+
+def _row(label: str, values: dict[str, float], bound: float | None) -> tuple[str, str, list[tuple[float, int]]]:
+    """One row of a plot of spans, with the bound of its mean where there is one."""
+    low, high = min(values.values()), max(values.values())
+    told = (
+        "0: equal to the bit" if not high else svg.number(low) + (f" – {svg.number(high)}" if len(values) > 1 else "")
+    )
+    points = [(values[name], series) for name, series in _SPREAD if name in values]
+    return label, told, [*points, *([(bound, _BOUND)] if bound else [])]
+
+
+def _spread(
+    title: str, rows: list, unit: str, log: bool, origin: Origin, head: list[str], body: list[list[Any]]
+) -> list[str]:
     if not rows:
         return []
-    title = "Error of log-probabilities, whole model"
-    plot = svg.spans(title, rows, "nat")
-    head = ["rows of the", "positions", *(name for name, _ in _SPREAD)]
-    return [figure(title, plot, origin, [], head, body, svg.legend(_SPREAD))]
+    drawn = {series for _, _, points in rows for _, series in points}
+    notes = [] if _BOUND in drawn else ["No bound of a mean is measured, so none is drawn."]
+    keys = svg.legend([(name, series) for name, series in [*_SPREAD, ("bound of the mean", _BOUND)] if series in drawn])
+    heads = [*head, *(name for name, _ in _SPREAD), "bound of the mean"]
+    return [figure(title, svg.spans(title, rows, unit, log), origin, notes, heads, body, keys)]
 
 
 def serving(one: Serving, of: str = "") -> list[str]:
@@ -137,11 +155,14 @@ def _without_floor(one: Serving) -> str:
 
 
 def _round(name: str, one: Round) -> str:
-    if name.startswith("cookbook"):
-        name, at_once = name.rsplit(", ", 1)[0] + ", ", f"{one.requests} by {one.at_once}"
-    else:
-        name, at_once = "", f"{one.requests} at once"
-    return f"{name}{at_once}: {one.input_tokens:,} in, {one.output_tokens:,} out"
+    """A round with its tokens."""
+    return f"{_short(name, one)}: {one.input_tokens:,} in, {one.output_tokens:,} out"
+
+
+def _short(name: str, one: Round) -> str:
+    """A round as a plot has room for it; the cookbook's keep their name, because their tokens do not stand there."""
+    cookbook = f"{name.rsplit(' ', 1)[0]}, " if name.startswith("cookbook") else ""
+    return f"{cookbook}{one.at_once} at once"
 
 
 def _throughput(one: Serving, of: str) -> list[str]:
@@ -162,13 +183,16 @@ def _throughput(one: Serving, of: str) -> list[str]:
             body.append([_round(name, first), side, first.counted, rate, best, rate / best if rate and best else None])
         if best:
             bars.append(("at the floor", best, svg.number(best), 4))
-        groups.append((f"{_round(name, first)}, {first.counted} tok/s", bars))
+        label = _short(name, first) if name.startswith("cookbook") else _round(name, first)
+        groups.append((f"{label}, {first.counted} tok/s", bars))
     if not groups:
         return []
     notes = [
         _without_floor(one)
         or "At the floor: what memory and arithmetic of the GPU allow at most; the share is of that."
     ]
+    if any(row[-1] and row[-1] > 1 for row in body):
+        notes.append("A rate above this floor: its router does not choose evenly, or something was measured wrongly.")
     if "stock" not in one.sides:
         notes.append("Stock: not in this file.")
     if one.model and one.model.assumed:
@@ -192,10 +216,10 @@ def _latency(one: Serving, key: str, title: str) -> list[str]:
                     least = floors.step_seconds(one.model, one.gpu, found.at_once, context, one.ranks)
                 else:
                     least = floors.prefill_seconds(one.model, one.gpu, 1, found.input_tokens, one.ranks)
-            label = f"{found.at_once} at once" if len(one.sides) == 1 else f"{found.at_once} at once, {side}"
+            label = _short(name, found) if len(one.sides) == 1 else f"{found.at_once} at once, {side}"
             median, p95 = (value * 1000 for value in spread)
             points = [(median, 0), (p95, 1), *([(least * 1000, 5)] if least else [])]
-            rows.append((label, f"{svg.number(median)}, p95 {svg.number(p95)}", points))
+            rows.append((label, f"{svg.number(median)} ms, p95 {svg.number(p95)} ms", points))
             body.append([_round(name, found), side, median, p95, least * 1000 if least else None])
     if not rows:
         return []

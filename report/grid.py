@@ -82,9 +82,9 @@ def scope_of(receipt: Receipt) -> str:
     """What was served: published, or synthetic and how much of the model."""
     scope, model = receipt.extension["scope"], receipt.model
     if scope == "published" or model is None:
-        return scope
+        return f"{scope} checkpoint"
     depth = "full size" if model.layers == model.all_layers else f"{model.layers} of {model.all_layers} layers"
-    return f"{scope}, {depth}"
+    return f"{scope} checkpoint, {depth}"
 
 
 def groups(table: list[Row]) -> Iterator[tuple[Entry, list[Row]]]:

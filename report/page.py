@@ -109,7 +109,7 @@ def _cell(row: grid.Row, target: str) -> str:
         for one in receipts
     ]
     if not any(one.extension["scope"] == "published" for one in receipts):
-        told.append(f'{verdict("not-run")} <span class="soft">published</span>')
+        told.append(f'{verdict("not-run")} <span class="soft">published checkpoint</span>')
     return "<br>".join(told)
 
 

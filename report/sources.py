@@ -25,6 +25,7 @@ from report.models import Model
 
 #: folder below that of the receipts with the policies under which older ones were sealed
 OLD_POLICIES = "policies"
+_DATE = re.compile(r"20\d\d-\d\d-\d\d\Z")
 _TP = re.compile(r"--tp-size (\d+)")
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -205,8 +206,8 @@ def read(evidence: Path, results: Path) -> Found:
                 raise Rejected(f"{name} is not a usable benchmark file ({kind}): {error}") from None
             {Serving: found.serving, Load: found.loads, Kernels: found.kernels}[type(one)].append(one)
         use = f"{kind}, plotted" if parse is not None else f"{kind}, no plot"
-        date = document.get("date", "") if isinstance(document, dict) else ""
-        found.files.append(File(name, hashlib.sha256(raw).hexdigest(), str(date), use))
+        date = _date(document) if isinstance(document, dict) else ""
+        found.files.append(File(name, hashlib.sha256(raw).hexdigest(), date, use))
     return found
 
 
@@ -252,7 +253,7 @@ def _receipt_serving(receipt: Receipt) -> Serving | None:
     try:
         rounds = _rounds(numbers)
         for launch, extra in sorted(numbers.get("cookbook", {}).items()):
-            rounds |= {f"cookbook, {launch}, {name}": one for name, one in _rounds(extra).items()}
+            rounds |= {f"cookbook {launch} {name}": one for name, one in _rounds(extra).items()}
         start = {name: _number(value) for name, value in numbers.get("start_up_seconds", {}).items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise Rejected(f"{receipt.file}: the numbers of its stage performance are unusable: {error}") from None
@@ -282,11 +283,14 @@ def _rounds(numbers: dict[str, Any]) -> dict[str, Round]:
 
 def _serve(name: str, raw: dict[str, Any]) -> Serving:
     launch, origin = raw["launch"], _machine(name, raw, raw["machine"])
+    sides = {"this image": _rounds(raw["rounds"])}
+    if launch is None:  # not started by the launcher: nothing says what was served
+        return Serving(_noting(origin, False), "", None, raw["machine"]["gpu"][0][0], 1, sides)
     flags, checkpoint = launch["plan"]["flags"], launch["checkpoint"]
     return Serving(
         _noting(origin, checkpoint["synthetic"]), launch["plan"]["artifact"],
         models.identify(launch["plan"]["artifact"], nbytes=checkpoint["bytes"]), raw["machine"]["gpu"][0][0],
-        _count(flags["--tp-size"]["value"]), {"this image": _rounds(raw["rounds"])},
+        _count(flags["--tp-size"]["value"]), sides,
     )  # fmt: skip
 
 
@@ -344,7 +348,13 @@ def _machine(name: str, raw: dict[str, Any], machine: dict[str, Any]) -> Origin:
         key: machine[key] for key in ("sglang", "torch", "triton", "humming-kernels", "cuda") if machine.get(key)
     }
     told = ", ".join(f"{'CUDA' if key == 'cuda' else key} {value}" for key, value in versions.items())
-    return Origin(name, str(raw.get("date", "")), str(gpu), str(driver), told)
+    return Origin(name, _date(raw), str(gpu), str(driver), told)
+
+
+def _date(raw: dict[str, Any]) -> str:
+    """Its date, if it is one."""
+    date = raw.get("date")
+    return date if isinstance(date, str) and _DATE.match(date) else ""
 
 
 def _noting(origin: Origin, synthetic: bool) -> Origin:

@@ -15,7 +15,7 @@ import pytest
 
 from report import page, sources
 from tests.browser.chromium import Browser
-from tests.unit.test_report import changed, stock_file
+from tests.unit.test_report import changed, reseal, stock_file
 
 ROOT = Path(__file__).resolve().parents[2]
 SHOTS = ROOT / "build/browser"
@@ -74,6 +74,19 @@ def browser(tmp_path_factory):
     found.close()
 
 
+def deepen(statement) -> None:
+    """What a run of all 61 layers of a model, with the cookbook's workload, puts into a receipt."""
+    stages = statement["predicate"]["horizonImages"]["stages"]
+    numerics, performance = stages["numerics"]["numbers"], stages["performance"]["numbers"]
+    numerics["stream"] = [0.003 * 1.07**index for index in range(61)]
+    numerics["layers"] = {name: (values * 11)[:61] for name, values in numerics["layers"].items()}
+    loaded = performance["decode-64"] | {"requests": 256, "at_once": 64, "input_tokens": 8192, "output_tokens": 1024}
+    alone = loaded | {"requests": 32, "at_once": 1}
+    launches = ("launch-1", "launch-2")
+    performance["cookbook"] = {name: {"at-once-1": alone, "at-once-64": loaded} for name in launches}
+    reseal(statement)
+
+
 @pytest.fixture(scope="session")
 def report(tmp_path_factory) -> Path:
     """The page as a file."""
@@ -84,6 +97,7 @@ def report(tmp_path_factory) -> Path:
     changed(RECEIPT, evidence / "forged.json", lambda raw: raw["predicate"].update(result="PASSED"))
     shutil.copy(RECEIPT, evidence / f"{'a-name-as-long-as-it-gets-' * 4}.json")
     stock_file(results / "stock.json")
+    changed(RECEIPT, evidence / "deep.json", deepen)
     out = folder / "report.html"
     out.write_text(page.render(sources.read(evidence, results)))
     return out

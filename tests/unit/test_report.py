@@ -132,7 +132,7 @@ def test_a_synthetic_cut_is_shown_as_one_and_proves_nothing_else(lab):
     run = {key: told for key, told in cells(lab.page).items() if told != ["○ not-run"] * 2}
     assert run == {
         ("IFM/K2-Horizon-MoVA-36B-A4B-FP8", "TP1 EP1"): [
-            "! WARNED synthetic, 6 of 48 layers ○ not-run published",
+            "! WARNED synthetic checkpoint, 6 of 48 layers ○ not-run published checkpoint",
             "○ not-run",
         ]
     }
@@ -199,7 +199,10 @@ def test_a_passed_receipt_of_a_published_checkpoint_is_proven(lab, monkeypatch):
     lab.receipt(run=mova, stages=stages)
     monkeypatch.setattr(policies, "PATH", lab.evidence.parent / "policy.toml")
     assert lab.run() == 0, lab.said
-    assert cells(lab.page)["IFM/K2-Horizon-MoVA-36B-A4B-FP8", "TP4 EP4"] == ["✓ PASSED published", "○ not-run"]
+    assert cells(lab.page)["IFM/K2-Horizon-MoVA-36B-A4B-FP8", "TP4 EP4"] == [
+        "✓ PASSED published checkpoint",
+        "○ not-run",
+    ]
     assert "proven on a published checkpoint 1 of " in text(lab.page)
 
 
@@ -248,7 +251,7 @@ def test_a_receipt_under_an_earlier_policy_is_never_better_than_warned(lab):
     (lab.evidence / "policies").mkdir()
     shutil.copy(lab.evidence.parent / "policy.toml", lab.evidence / "policies/2026-11.toml")
     assert lab.run() == 0
-    assert cells(lab.page)["IFM/K2-Horizon-MoVA-36B-A4B-FP8", "TP1 EP1"][0] == "! WARNED published"
+    assert cells(lab.page)["IFM/K2-Horizon-MoVA-36B-A4B-FP8", "TP1 EP1"][0] == "! WARNED published checkpoint"
     assert "it was sealed under an earlier policy" in text(lab.page)
     assert "receipts PASSED 0 receipts WARNED 1" in text(lab.page)
 
@@ -426,6 +429,14 @@ def test_no_measured_rate_is_above_its_floor():
             assert found.requests * counted / found.tokens_per_second > least, (one.origin.file, name)
 
 
+def test_a_rate_above_the_floor_is_pointed_at(lab):
+    told = "A rate above this floor"
+    shutil.copy(SERVE, lab.results)
+    assert lab.run() == 0 and told not in text(lab.page)
+    changed(SERVE, lab.results / SERVE.name, lambda raw: raw["rounds"]["decode-1"].update(tokens_per_second=502.0))
+    assert lab.run() == 0 and told in text(lab.page)
+
+
 def test_two_gpus_halve_the_floor_and_more_tokens_raise_it():
     mova = models.identify(nbytes=48353984040)
     one = floors.round_seconds(mova, "NVIDIA H200", 32, 512, 512)
@@ -497,6 +508,26 @@ def test_a_layer_without_any_error_is_told_and_not_drawn():
     assert figures._per_layer("t", {"norm.mean": [0.0]}, sources.Origin("f"), "error", True) == []
     with pytest.raises(ValueError, match="several lengths"):
         figures._per_layer("t", {"a": [0.1], "b": [0.1, 0.2]}, sources.Origin("f"), "error", True)
+
+
+def test_measured_bounds_are_drawn(lab, monkeypatch):
+    policy = runs.measured_policy(lab.evidence.parent)
+    policy.write_text(policy.read_text().replace("min = 0.0\nsource", "max = 0.5\nsource"))
+    stages = {"numerics": {"numbers": {"max_abs_logprob_error": 0.3}}}
+    lab.receipt(run=runs.SYNTHETIC, stages=stages, policy=policy)
+    monkeypatch.setattr(policies, "PATH", policy)
+    assert lab.run() == 0, lab.said
+    plots = re.findall(r"<figure><h4>Error of (?:a token|log-prob).*?</figure>", lab.page, re.S)
+    assert len(plots) == 2
+    assert all("bound of the mean" in text(one) and "No bound of a mean" not in one for one in plots)
+    # Means of both norms, the final one, attention and FFN; worst experts of FFN and values.
+    assert text(plots[0]).count(" 0.5 ") == 7
+
+
+def test_rates_of_a_server_that_nobody_launched_have_no_floor(lab):
+    changed(SERVE, lab.results / "bare.json", lambda raw: raw.update(launch=None))
+    assert lab.run() == 0, lab.said
+    assert "No floor: tensors and bytes of the checkpoint are those of no model" in text(lab.page)
 
 
 def test_the_first_in_a_cell_is_the_best(lab, monkeypatch):
