@@ -343,17 +343,44 @@ def test_readme_is_rewritten_between_its_markers(lab):
 
 
 def test_what_files_say_is_text(lab):
-    evil = '<script>alert(1)</script>"&'
+    """Every word of every file, and a file's name, may be anything."""
+    evil = "<script>alert(1)</script>\"'&"
 
-    def change(raw):
-        raw["machine"]["gpu"][0][0] = evil
-        raw["date"] = evil
+    def spoil(value):
+        if isinstance(value, dict):
+            return {key: value[key] if key == "benchmark" else spoil(value[key]) for key in value}
+        if isinstance(value, list):
+            return [spoil(item) for item in value]
+        return evil if isinstance(value, str) else value
 
-    changed(SERVE, lab.results / "evil.json", change)
+    for kind, path in KINDS.items():
+        (lab.results / f"{kind}<i>.json").write_text(json.dumps(spoil(json.loads(path.read_text()))))
+    (lab.results / "unknown.json").write_text(json.dumps({"benchmark": evil}))
+    (lab.evidence / "refused<i>.json").write_text("{}")
     assert lab.run() == 0, lab.said
+    assert lab.page.count("<figure>") == 3
     assert "<script" not in lab.page
-    assert "&lt;script&gt;alert(1)" in lab.page
-    assert "No floor: report/rates.toml has no rates for" in text(lab.page)
+    assert "<i>" not in lab.page
+    assert evil in text(lab.page)
+    assert "No floor: tensors and bytes of the checkpoint are those of no model" in text(lab.page)
+
+
+def test_a_gpu_without_rates_has_no_floor(lab):
+    changed(SERVE, lab.results / "other.json", lambda raw: raw["machine"]["gpu"][0].__setitem__(0, "NVIDIA H20"))
+    assert lab.run() == 0, lab.said
+    assert "No floor: report/rates.toml has no rates for NVIDIA H20." in text(lab.page)
+
+
+def test_the_parts_of_the_start_are_the_whole(lab):
+    shutil.copy(RECEIPT, lab.evidence)
+    assert lab.run() == 0, lab.said
+    parts = re.search(r'aria-label="From start to ready\. ([^"]+)"', lab.page)[1]
+    seconds = json.loads(RECEIPT.read_text())["predicate"]["horizonImages"]["stages"]["performance"]["numbers"]
+    ready = seconds["start_up_seconds"]["ready"]
+    assert sum(float(part.split()[-2]) for part in parts.split(", ") if part.endswith(" s")) == pytest.approx(
+        ready, abs=0.2
+    )
+    assert parts.count(" s") >= 6
 
 
 def test_inside_the_image_there_is_no_report(lab, monkeypatch):
