@@ -36,7 +36,7 @@ image: ## build, check in the container and tag :candidate (ARTIFACT=...)
 	@python3 images/build.py "$(ARTIFACT)" --cache "$(HORIZON_CACHE)"
 
 .PHONY: test
-test: host lint unit series ## every test: lint, host, patch series, then build all images and test them
+test: host lint unit browser series ## every test: lint, host, report, patch series, then build all images and test them
 	@for artifact in $(ARTIFACTS); do python3 images/build.py $$artifact --cache "$(HORIZON_CACHE)"; done
 	@# Once, and not once an image: they share every layer but the last, which holds launcher, recipe and checks
 	@# and nothing that the engine loads; tests/image compares the layers of all of them.
@@ -65,6 +65,10 @@ qualify: ## prove on a GPU host that an image serves a checkpoint (ARTIFACT= MOD
 	@python3 -m qualify.host --artifact "$(ARTIFACT)" --model-dir "$(MODEL_DIR)" --target "$(TARGET)" \
 		--tp "$(or $(TP),1)" --ep "$(or $(EP),1)" $(if $(OUT),--out "$(OUT)") $(if $(FULL),--full)
 
+.PHONY: report
+report: ## receipts and benchmark files as one HTML page, and the README's table ([OUT=build/report.html])
+	@python3 -m qualify report --out "$(or $(OUT),build/report.html)" --readme
+
 .PHONY: host
 host: ## install what is missing here and start the container engine (root on Debian or Ubuntu)
 	@images/host.sh >/dev/null
@@ -85,6 +89,11 @@ format: ## let ruff sort imports and lay out the Python files
 .PHONY: unit
 unit: ## the tests that need neither container nor torch
 	@tools=$(TOOLS); $$tools/bin/pytest -q tests/unit
+
+.PHONY: browser
+browser: ## the report in a headless Chromium, which root on Debian or Ubuntu gets installed; screenshots in build/browser
+	@tests/browser.sh >/dev/null
+	@tools=$(TOOLS); $$tools/bin/pytest -q tests/browser
 
 .PHONY: series
 series: ## the patch series against the locked engine wheel

@@ -24,6 +24,7 @@ COMMANDS = {
     "run": ("qualify.run", "run the qualification stages of one tier, in the image"),
     "seal": ("qualify.receipt.seal", "write the receipt of a run directory"),
     "verify-receipt": ("qualify.receipt.verify", "is a receipt well-formed, and do its digests and policy agree"),
+    "report": ("qualify.report", "one HTML page of all receipts and benchmark files, and the README's table"),
     "tag": ("qualify.tag", "give an image its release tag, if receipts say so"),
     "synth": ("qualify.synth.command", "write a synthetic checkpoint in a published format"),
 }

@@ -30,6 +30,7 @@ def make(tmp_path, commands):
     for name, body in {
         "images/host.sh": "",
         "tests/in_container.sh": "",
+        "tests/browser.sh": "echo /usr/bin/chromium",
         "tests/tools.sh": f"echo {tmp_path}/tools",
     }.items():
         path = tmp_path / name
@@ -132,7 +133,7 @@ def test_test_does_everything_for_every_artifact(make):
     ]
     assert [call for call in calls if "in_container" in call] == ["in_container.sh alpha"]  # the engine is one
     assert any("series.py check" in call for call in calls)
-    assert make.tools.calls("pytest") == ["pytest -q tests/unit", "pytest -q tests/image"]
+    assert make.tools.calls("pytest") == ["pytest -q tests/unit", "pytest -q tests/browser", "pytest -q tests/image"]
     assert {call.split()[0] for call in make.tools.calls()} == {"shellcheck", "hadolint", "ruff", "pytest"}
 
 
