@@ -61,7 +61,8 @@ def lab(tmp_path, capsys, monkeypatch):
             assert cli.main([str(word) for word in words]) == 0, capsys.readouterr().err
             return self.evidence / name
 
-    Lab.evidence.mkdir()
+    # The committed receipt is of an earlier policy.
+    shutil.copytree(EVIDENCE / "policies", Lab.evidence / "policies")
     Lab.results.mkdir()
     return Lab()
 
@@ -248,7 +249,7 @@ def test_a_receipt_under_an_earlier_policy_is_never_better_than_warned(lab):
     assert lab.run() == 0
     assert "sealed under another policy" in text(lab.page)
     assert "receipts REFUSED 1" in text(lab.page)
-    (lab.evidence / "policies").mkdir()
+    (lab.evidence / "policies").mkdir(exist_ok=True)
     shutil.copy(lab.evidence.parent / "policy.toml", lab.evidence / "policies/2026-11.toml")
     assert lab.run() == 0
     assert cells(lab.page)["IFM/K2-Horizon-MoVA-36B-A4B-FP8", "TP1 EP1"][0] == "! WARNED published checkpoint"
