@@ -42,7 +42,11 @@ def measure(side: str, tree: Path, planned: plan.Plan, vocabulary: int, repetiti
     """Start the engine of ``side``, measure it and end it. Raises CannotRun with the end of its log."""
     url = f"http://127.0.0.1:{planned.value('--port')}"
     command: list[str | Path] = [ROOT / "recipes" / f"{planned.artifact}.sh", *planned.arguments]
-    environment = dict(os.environ)
+    # The recipe starts the python3 of the path: the interpreter whose engine stock is a copy of.
+    environment = os.environ | {
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    }
+    environment.pop("API_KEY_FILE", None)  # neither side has a key, on the loopback interface
     if side == "stock":
         command = supervise.ENGINE
         environment |= supervise.OFFLINE | {"PYTHONPATH": os.pathsep.join([str(tree), str(ROOT)])}
@@ -54,11 +58,17 @@ def measure(side: str, tree: Path, planned: plan.Plan, vocabulary: int, repetiti
             start_new_session=True,
         )  # fmt: skip
         try:
-            with process.stdin:  # what the stock engine is told; the recipe does not read it
+            # An engine that ended at once is told apart by its log.
+            with (
+                contextlib.suppress(BrokenPipeError),
+                process.stdin,
+            ):  # what the stock engine is told; the recipe does not read it
                 process.stdin.write(json.dumps({"arguments": planned.arguments, "api_key": None}).encode())
             ready = until_ready(process, url, began, log)
+            if (loaded := LOADED.search(text(log))) is None:
+                raise CannotRun(f"the log of {side} has no line like {LOADED.pattern!r}, which tells its load time")
             server = serving.Server(url, None, vocabulary)
-            result = {"ready_seconds": ready, "load_seconds": float(LOADED.search(text(log))[1])}
+            result = {"ready_seconds": ready, "load_seconds": float(loaded[1])}
             result["kv_tokens"] = server.ask("/server_info", method="GET")["max_total_num_tokens"]
             result["sanity"] = serving.sanity(server)
             return result | {"rounds": serving.rounds(server, repetitions)}
@@ -97,7 +107,9 @@ def main() -> int:
         raise CannotRun("the importable engine is stock; run this inside the image")
     directory = args.model_dir.resolve()
     arguments = ["--model-path", str(directory), "--host", "127.0.0.1", *passed]
-    planned = plan.build(recipe.load(args.artifact), os.environ, arguments, query().gpus[0].target)
+    if not (gpus := query().gpus):
+        raise CannotRun("no GPU is visible here: run this where the engine can serve")
+    planned = plan.build(recipe.load(args.artifact), os.environ, arguments, gpus[0].target)
     config = json.loads((directory / "config.json").read_text())
     facts = inspection.inspect(directory, headers_only=True).as_dict()
     fill_page_cache(directory)

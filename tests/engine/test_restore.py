@@ -11,6 +11,7 @@ import os
 import shutil
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -385,6 +386,39 @@ def test_a_refused_checkpoint_leaves_no_copy(tiny_dense, cache, refusal):
     edit_norm(other, lambda tensors: tensors.pop("model.norm.weight"))
     assert "missing (1)" in refusal(load_presharded, other, cache / "copies")
     assert leftovers(cache / "copies") == []
+
+
+def test_a_checkpoint_that_is_exchanged_during_its_load_leaves_no_copy(tiny_dense, cache, monkeypatch, refusal):
+    """The key was made of the files from before; a later start with those would be served the others."""
+    from sglang.srt.model_loader.presharded_copy import StrictPresharded
+
+    other, original = twin(tiny_dense, cache / "other"), StrictPresharded._get_all_weights
+
+    def exchanged(self, *args, **kwargs):
+        other_values(other)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(StrictPresharded, "_get_all_weights", exchanged)
+    assert "was changed while it was loaded" in refusal(load_presharded, other, cache / "copies")
+    assert leftovers(cache / "copies") == []
+
+
+def test_ranks_that_see_different_checkpoints_are_refused():
+    from sglang.srt.model_loader import presharded_copy
+    from sglang.srt.model_loader.checkpoint_ledger import CheckpointRefused
+
+    here = {"config_sha256": "a", "engine_sha256": "b", "file_stamps_sha256": "c"}
+
+    def seen(**there):
+        group = SimpleNamespace(all_gather_object=lambda mine: [mine, mine | there])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(presharded_copy, "identity", lambda checkpoint: dict(here))
+            return presharded_copy.identified("checkpoint", group)
+
+    assert seen() != seen(file_stamps_sha256="d")
+    for part in ("config_sha256", "engine_sha256"):
+        with pytest.raises(CheckpointRefused, match=f"Rank 1 sees another .*{part} differs"):
+            seen(**{part: "d"})
 
 
 def test_a_copy_that_cannot_be_written_leaves_nothing(tiny_dense, cache, monkeypatch, built, refusal):

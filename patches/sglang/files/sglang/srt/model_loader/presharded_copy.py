@@ -86,6 +86,12 @@ class StrictPresharded(PreshardedModelLoader):
                     self.load_weights_only(model, self._get_all_weights(model_config, model), device)
                     if unfinished:
                         self._write(model, unfinished, key)
+                        # Files that were exchanged during the load would be kept under the name of their predecessors.
+                        if not identified(model_config.model_path, group).items() <= key.items():
+                            raise CheckpointRefused(
+                                f"The checkpoint {model_config.model_path} was changed while it was loaded, and no "
+                                "copy of it is kept: start again when nobody writes to it."
+                            )
             self.postprocess_weights(model, device)
         self.counter_after_loading_weights = time.perf_counter()
         return model.eval()
@@ -100,17 +106,8 @@ class StrictPresharded(PreshardedModelLoader):
             "fp8_gemm_runner_backend": str(execution.kernel.fp8_gemm_runner_backend),
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         }
-        everywhere = parallel.world_group.all_gather_object(identity(model_config.model_path))
-        for rank, there in enumerate(everywhere):
-            for part in everywhere[0].keys() - {_OF_A_NODE}:
-                if there[part] != everywhere[0][part]:
-                    raise CheckpointRefused(
-                        f"Rank {rank} sees another checkpoint or engine than rank 0 ({part} differs): give every "
-                        "node the same image and the same checkpoint."
-                    )
-        stamps = json.dumps([there[_OF_A_NODE] for there in everywhere])
-        identified = everywhere[0] | {_OF_A_NODE: hashlib.sha256(stamps.encode()).hexdigest()}
-        return super()._collect_shard_config(model_config) | decisive | identified
+        found = identified(model_config.model_path, parallel.world_group)
+        return super()._collect_shard_config(model_config) | decisive | found
 
     def _presharded_dir(self, model_config: Any, shard_config: dict[str, Any] | None = None) -> str:
         draft = model_config.is_draft_model
@@ -163,6 +160,20 @@ class StrictPresharded(PreshardedModelLoader):
             self._verify_rank_checksum([(read["name"], read["stored_key"]) for read in reads], plan, rank, folder)
         except ValueError as error:
             raise ValueError(f"is not what its plan says for rank {rank}") from error
+
+
+def identified(checkpoint: str, group: Any) -> dict[str, str]:
+    """The :func:`identity` that all ranks of ``group`` see. Raises :class:`CheckpointRefused` where they differ."""
+    everywhere = group.all_gather_object(identity(checkpoint))
+    for rank, there in enumerate(everywhere):
+        for part in everywhere[0].keys() - {_OF_A_NODE}:
+            if there[part] != everywhere[0][part]:
+                raise CheckpointRefused(
+                    f"Rank {rank} sees another checkpoint or engine than rank 0 ({part} differs): give every "
+                    "node the same image and the same checkpoint."
+                )
+    stamps = json.dumps([there[_OF_A_NODE] for there in everywhere])
+    return everywhere[0] | {_OF_A_NODE: hashlib.sha256(stamps.encode()).hexdigest()}
 
 
 def identity(checkpoint: str) -> dict[str, str]:
