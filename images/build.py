@@ -4,12 +4,14 @@
     build.py ARTIFACT --cache DIR
 
 Base, wheels and staged context first (all hash-checked), then `docker build` without network, then the CPU tier of
-the qualification inside a locked-down container; only an image that passed gets the tag :candidate.
+the qualification inside a locked-down container (of layers that passed it with another artifact, the last layer's
+share); only an image that passed gets the tag :candidate.
 BASE_IMAGE=name@sha256:... replaces the Debian base; STRICT=1 refuses a base that differs from base.lock.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import signal
@@ -24,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from images import base, wheels
 from images.cache import exclusive
 from images.docker import Docker, find, last_line
-from images.stage import artifacts, stage
+from images.stage import artifacts, digest_of, stage
 from qualify.errors import CannotRun, Parser, Rejected, exit_code
 
 REPOSITORY = "horizon-images"
@@ -111,8 +113,14 @@ def build_error(text: str) -> str:
     return f"docker build failed: {told[-1] if told else last_line(text)}"
 
 
-def check(docker: Docker, image: str, source: str) -> None:
-    """The CPU tier of the qualification inside a locked-down container.
+def shared_layers(docker: Docker, image: str, checks: Path) -> str:
+    """SHA-256 of what another artifact's image has in common with this one: all layers but the last, and ``checks``."""
+    layers = docker.inspect(image)["RootFS"]["Layers"][:-1]
+    return hashlib.sha256("\n".join([digest_of(checks), *layers]).encode()).hexdigest()
+
+
+def check(docker: Docker, image: str, source: str, tier: str) -> None:
+    """A tier of the qualification that needs no GPU, inside a locked-down container.
 
     ``source`` is the identity's source_sha256 of what was staged: the container must hold just that.
     Raises Rejected where it does not pass, CannotRun where the container does not start.
@@ -121,7 +129,7 @@ def check(docker: Docker, image: str, source: str) -> None:
     try:
         done = docker.run(
             "run", *LOCKED_DOWN, f"--name={name}", "--no-healthcheck", f"--env=HORIZON_SOURCE={source}", image,
-            "python3", "-m", "qualify", "run", "--tier", "cpu", check=False,
+            "python3", "-m", "qualify", "run", "--tier", tier, check=False,
         )  # fmt: skip
     finally:  # a killed client leaves its container running
         docker.run("rm", "--force", name, capture_output=True, check=False)
@@ -153,7 +161,16 @@ def build(artifact: str, cache: Path) -> None:
             raise CannotRun("this machine's clock is before the image's SOURCE_DATE_EPOCH: set it, then run again")
         image = docker_build(docker, context, identity)
     print(f"built {image} after {time.monotonic() - began:.0f} s; checking it in a container", file=sys.stderr)
-    check(docker, image, identity["source_sha256"])
+    # What passed below another artifact, by the same checks, is not hashed and compiled again.
+    passed = cache / "checked" / shared_layers(docker, image, context / "artifact/qualify")
+    other = passed.read_text() if passed.exists() else image
+    if other != image:
+        print(f"all layers but the last have passed the CPU tier, in {other}", file=sys.stderr)
+    check(docker, image, identity["source_sha256"], "cpu" if other == image else "artifact")
+    if other == image:
+        passed.parent.mkdir(exist_ok=True)
+        passed.with_suffix(".new").write_text(image)
+        passed.with_suffix(".new").rename(passed)
     tag = f"{REPOSITORY}/{artifact}:candidate"
     docker.output("tag", image, tag)
     size = docker.inspect(image)["Size"]

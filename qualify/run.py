@@ -3,8 +3,9 @@
 A stage passed when at least one of its tests ran and every one passed: a missing module, a skipped or deselected
 test or an empty module is *not-run*, and a tier passes only where all its stages did.
 
-The CPU tier is what a built image must pass, on any machine. The GPU tier qualifies an image with a checkpoint
-(docs/qualification.md); its stages run in processes of their own, under :mod:`qualify.suite.sitting`.
+The CPU tier is what a built image must pass, on any machine. The artifact tier is what is left of it where all layers
+but the last have passed it below another artifact: of files, those of the last layer. The GPU tier qualifies an image
+with a checkpoint (docs/qualification.md); its stages run in processes of their own, under :mod:`qualify.suite.sitting`.
 """
 
 from __future__ import annotations
@@ -20,9 +21,13 @@ from qualify.errors import CannotRun, Rejected
 
 CHECKS = Path(__file__).resolve().parent / "checks"
 
+#: Variable that tells a stage which of the tiers without a GPU it belongs to.
+TIER = "HORIZON_TIER"
+
 #: tier -> its stages in order
 TIERS = {
     "cpu": ["identity", "load", "compiler"],
+    "artifact": ["identity", "load"],
     "gpu": ["identity", "checkpoint", "load", "numerics", "requests", "performance", "cleanup"],
 }
 
@@ -147,9 +152,10 @@ def _cpu(args: argparse.Namespace) -> list[dict[str, Any]]:
     if given := [name for name in ("artifact", "model_dir", "target", "out", "only", "full") if getattr(args, name)]:
         raise Rejected(f"--{given[0].replace('_', '-')} is for --tier gpu")
     results = []
-    for name in TIERS["cpu"]:
+    os.environ[TIER] = args.tier
+    for name in TIERS[args.tier]:
         print(f"stage {name}", flush=True)
-        results.append(run_stage(name, module("cpu", name)))
+        results.append(run_stage(name, module(args.tier, name)))
     for result in results:
         count = len(result["tests"])
         print(f"{result['stage']:<10} {result['result']:<8} {count:>3} tests {result['seconds']:>6.1f} s")

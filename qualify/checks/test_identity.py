@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import testinfra
 
+from qualify.run import TIER
 from qualify.suite.rundir import VARIABLE, RunDirectory
 
 HOME = Path("/opt/horizon")
@@ -71,10 +72,13 @@ def sha256_of(path: str) -> str | None:
 
 def test_every_file_is_the_one_that_was_built(manifest, substituted, record_property):
     own = [path for path in manifest if not inside(path, substituted)]
+    record_property("files_substituted", len(manifest) - len(own))
+    # The other layers have passed this below another artifact; a qualification with a checkpoint takes no word for it.
+    if os.environ.get(TIER) == "artifact" and VARIABLE not in os.environ:
+        own = [line.split("  ", 1)[1] for line in (HOME / "manifests/artifact.sha256").read_text().splitlines()]
+    record_property("files", len(own))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         found = dict(zip(own, pool.map(sha256_of, own), strict=True))
-    record_property("files", len(own))
-    record_property("files_substituted", len(manifest) - len(own))
     assert [path for path in own if found[path] != manifest[path]] == []
 
 
@@ -130,8 +134,7 @@ def test_hub_is_offline():
     assert os.environ["HF_HUB_OFFLINE"] == "1"
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
-def test_cuda_home_compiles_and_links(host, tmp_path, arch):
+def test_cuda_home_compiles_and_links(host, tmp_path):
     """What the engine's run-time compilation needs: nvcc, a C++ compiler, headers, plain library names."""
     source, library = tmp_path / "probe.cu", tmp_path / "probe.so"
     source.write_text(
@@ -140,12 +143,14 @@ def test_cuda_home_compiles_and_links(host, tmp_path, arch):
         'extern "C" int probe(float *x) { twice<<<1, 32>>>(x); int v; cuDriverGetVersion(&v);'
         " std::vector<int> w(1, v); return w[0] + cudaGetLastError(); }\n"
     )
+    arches = ("90a", "120a")
+    codes = " ".join(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in arches)
     options = "-std=c++17 -shared -Xcompiler -fPIC -L$CUDA_HOME/lib64 -lcuda -lcudart"
-    built = host.run(f"nvcc -arch={arch} {source} -o {library} {options}")
+    built = host.run(f"nvcc --threads 2 {codes} {source} -o {library} {options}")
     assert built.rc == 0, built.stderr
     # The toolkit wheels have no cuobjdump; Triton brings one.
     listing = host.run(f"{SITE}/triton/backends/nvidia/bin/cuobjdump --list-elf {library}")
-    assert arch in listing.stdout, listing.stdout + listing.stderr
+    assert all(f"sm_{arch}" in listing.stdout for arch in arches), listing.stdout + listing.stderr
 
 
 def test_python_headers_and_ninja(host, tmp_path):

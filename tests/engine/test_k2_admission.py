@@ -259,6 +259,7 @@ WEIGHTS = [
     ("actorder", "group"),
     ("group_size", 128),
     ("scale_dtype", "torch.float8_e8m0fnu"),
+    ("zp_dtype", "torch.int8"),
     ("note", 1),
 ]
 ACTIVATIONS = [
@@ -299,6 +300,18 @@ def test_other_activations_are_refused_by_key(dense, key, value):
     refused(dense, key, "strategy")
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("format", "int-quantized"), ("output_activations", {"num_bits": 8}), ("note", 1)],
+)
+def test_another_group_is_refused_by_key(dense, key, value):
+    from sglang.srt.layers.quantization import k2_horizon_fp8
+
+    group(dense)[key] = value
+    with pytest.raises(ValueError, match=rf"config_groups\.group_0\.{key} is "):
+        k2_horizon_fp8.check_format(dense["quantization_config"])
+
+
 @pytest.mark.parametrize("config", ["dense", "moe"])
 def test_weights_without_quantised_activations_are_refused(config, request):
     config = request.getfixturevalue(config)
@@ -320,6 +333,14 @@ def test_a_target_named_twice_is_refused(dense):
         ("target_scheme_map", {}),
         ("sparsity_scheme_map", {"Linear": None}),
         ("linear_fp8_config", object()),
+        (
+            "kv_cache_scheme",
+            {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True},
+        ),
+        ("weights", {"block_structure": [64, 64]}),
+        ("weights", {"num_bits": 4}),
+        ("input_activations", {"strategy": "token"}),
+        ("input_activations", {"dynamic": False}),
     ],
 )
 def test_the_engine_must_mean_the_same_format(dense, attribute, value):
@@ -329,7 +350,11 @@ def test_the_engine_must_mean_the_same_format(dense, attribute, value):
 
     effective = CompressedTensorsConfig.from_config(dense["quantization_config"])
     k2_horizon_fp8.check_effective_format(effective, ["Linear"], ["lm_head"])
-    setattr(effective, attribute, value)
+    if attribute in ("weights", "input_activations"):
+        [scheme] = effective.target_scheme_map.values()
+        scheme[attribute] = scheme[attribute].model_copy(update=value)
+    else:
+        setattr(effective, attribute, value)
     with pytest.raises(ValueError, match="differs from quantization_config"):
         k2_horizon_fp8.check_effective_format(effective, ["Linear"], ["lm_head"])
 
@@ -358,6 +383,14 @@ def test_the_legacy_layout_is_refused(dense):
         k2_horizon_fp8.admit(SimpleNamespace(**dense | {"model_type": "xllm"}), None)
 
 
+@pytest.mark.parametrize("config", ["dense", "moe"])
+def test_a_tied_model_has_no_head_and_may_ignore_it(config, request):
+    """Exporters name the head although no file has it."""
+    config = request.getfixturevalue(config) | {"tie_word_embeddings": True}
+    assert "lm_head" in config["quantization_config"]["ignore"]
+    assert "lm_head.weight" not in build(config).checkpoint_ledger.format.inventory(build(config))
+
+
 def test_an_unquantised_model_needs_no_admission(moe):
     del moe["quantization_config"]
     model = build(moe)
@@ -379,6 +412,7 @@ def test_an_unquantised_model_needs_no_admission(moe):
         ("attention_bias", True),
         ("rope_head_dim", 256),
         ("rope_head_dim", 0),
+        ("rope_head_dim", 127),
         ("num_key_value_heads", 3),
         ("num_experts_per_tok", 0),
         ("num_experts_per_tok", 17),
@@ -495,3 +529,35 @@ def test_other_moe_topologies_are_refused_with_the_arithmetic(tp, ep, arithmetic
         check_topology(assumed.config_375b(), tp, ep)
     assert arithmetic in str(caught.value)
     assert str(caught.value).endswith(f"pairs that work: {', '.join(map(str, MOE_WORKING))}.")
+
+
+def test_each_part_of_the_model_is_checked_against_its_own_group_of_ranks(moe, monkeypatch):
+    """Under DP attention and --moe-dense-tp-size 1 they differ."""
+    from sglang.srt.layers.quantization import k2_horizon_fp8
+
+    sizes = SimpleNamespace(tp_size=8, moe_ep_size=4, moe_tp_size=2, attn_tp_size=1)
+    checked = []
+    monkeypatch.setattr(k2_horizon_fp8, "get_parallel", lambda: sizes)
+    monkeypatch.setattr(k2_horizon_fp8, "check_topology", lambda *_, **ranks: checked.append(ranks))
+    for alone in (False, True):
+        monkeypatch.setattr(k2_horizon_fp8, "is_dense_ffn_fully_dp", lambda alone=alone: alone)
+        build(moe)
+    ranks = {"tp": 8, "ep": 4, "moe_tp": 2, "attn_tp": 1, "deepep": False}
+    assert checked == [ranks | {"mlp_tp": 8}, ranks | {"mlp_tp": 1}]
+
+
+def test_under_deepep_the_shared_expert_is_not_split():
+    """1,792 columns in four would be 448, and 448 % 128 = 64: only as a whole it works with EP4."""
+    from sglang.srt.layers.quantization import k2_horizon_fp8
+    from transformers import PretrainedConfig
+
+    config = assumed.config_375b()
+    config["quantization_config"]["ignore"] = ["lm_head", "re:.*self_attn", r"re:.*\.mlp\.(gate|up|down)_proj"]
+    config = PretrainedConfig.from_dict(config)
+    scope = ["Linear"], config.quantization_config["ignore"]
+    quantised = k2_horizon_fp8.check_scope(list(k2_horizon_fp8.modules(config)), *scope)
+    assert any("shared_experts" in name for name in quantised)
+    ranks = {"tp": 4, "ep": 4, "moe_tp": 1, "attn_tp": 4, "mlp_tp": 4}
+    k2_horizon_fp8.check_topology(config, quantised, **ranks, deepep=True)
+    with pytest.raises(ValueError, match="1792 / 4 = 448, 448 % 128 = 64"):
+        k2_horizon_fp8.check_topology(config, quantised, **ranks)

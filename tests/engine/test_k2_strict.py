@@ -156,6 +156,14 @@ def test_other_blocks_are_reported(empty, source):
     assert f"{name}: runs CompressedTensors" in refusal(empty.load_weights, source.items())
 
 
+def test_static_activation_scales_are_reported(empty, source):
+    """Of one number that no file has."""
+    moe = empty.config.num_experts
+    name = "model.layers.4.mlp.experts" if moe else "model.layers.1.mlp.down_proj"
+    setattr(empty.get_submodule(name).scheme, "static_input_scales" if moe else "is_static_input_scheme", True)
+    assert f"{name}: runs CompressedTensors" in refusal(empty.load_weights, source.items())
+
+
 def test_a_module_quantised_beyond_the_scope_is_reported(tiny_moe):
     from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsLinearMethod
 

@@ -6,6 +6,7 @@ MoVA takes none: tests/engine/test_mova_strict.py. Two ranks: ``restored`` cases
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -214,6 +215,35 @@ def test_a_tensor_that_comes_twice_is_refused(model, served, new):
     assert "duplicate (1):" in message
     assert faults(model, served) == []
     assert serves(model)
+
+
+@pytest.mark.parametrize("here", ["ready", "damaged", "raises"])
+def test_every_rank_votes_once_whatever_happens_to_it(model, served, new, monkeypatch, here):
+    """A rank that says nothing would leave the others waiting; and each writes only when all agree."""
+    from sglang.srt.model_loader import weight_update
+    from sglang.srt.model_loader.checkpoint_ledger import State
+
+    votes = []
+
+    def gather(good):
+        votes.append(good)
+        return [good, False]
+
+    group = SimpleNamespace(tp_group=SimpleNamespace(all_gather_object=gather))
+    monkeypatch.setattr(weight_update, "get_parallel", lambda: group)
+    update = updater(model)
+    if here == "damaged":
+        model.checkpoint_ledger.state = State.FAILED
+    if here == "raises":
+        monkeypatch.setattr(type(update), "_assert_weight_cache_inactive", lambda self, name: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            update.load_weights_from_distributed(list(new.items()))
+    else:
+        done, message = update.load_weights_from_distributed(list(new.items()))
+        assert not done
+        assert ("rank 1 of this" if here == "ready" else "takes no update") in message
+    assert votes == [here == "ready"]
+    assert faults(model, served) == []
 
 
 def test_a_stream_of_tensors_is_refused_before_it_is_touched(model, served):

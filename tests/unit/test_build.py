@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -41,7 +42,7 @@ case "$1 $2" in
     printf {IMAGE} >"$iid";;
   run*) [ ! -e "$here/while-running" ] || . "$here/while-running"; exit "$(cat "$here/run-exit")";;
   tag*) printf "%s %s" "$3" "$2" >"$here/tag";;
-  "image inspect") echo '[{{"Size": 8700000000}}]';;
+  "image inspect") cat "$here/inspect";;
 esac
 """
 
@@ -55,7 +56,9 @@ def machine(commands, tmp_path, monkeypatch):
     monkeypatch.setenv("DOCKER", str(fakes.add("docker", CLIENT)))
     tag = fakes.folder / "tag"
     tag.write_text(f"horizon-images/mova-fp8:candidate {PREVIOUS}")
-    state = {"says": "#1 done\n", "build-exit": "0", "run-exit": "0"}
+    (tmp_path / "context/artifact/qualify").mkdir(parents=True)
+    layers = {"Size": 8_700_000_000, "RootFS": {"Layers": ["sha256:base", "sha256:engine", "sha256:artifact"]}}
+    state = {"inspect": json.dumps([layers]), "says": "#1 done\n", "build-exit": "0", "run-exit": "0"}
     for name, text in state.items():
         (fakes.folder / name).write_text(text)
     prepared = []
@@ -91,7 +94,7 @@ def test_an_image_that_passed_is_tagged(machine, capsys):
     assert machine.tagged() == IMAGE
     assert f"horizon-images/mova-fp8:candidate is {IMAGE}, 8.70 GB" in capsys.readouterr().out
     verbs = [call.split()[1] for call in machine.fakes.calls("docker")]
-    assert verbs == ["buildx", "buildx", "run", "rm", "tag", "image"]  # the first is the probe
+    assert verbs == ["buildx", "buildx", "image", "run", "rm", "tag", "image"]  # the first is the probe
 
 
 def test_the_build_has_no_network_and_no_tag(machine):
@@ -108,15 +111,57 @@ def test_the_build_has_no_network_and_no_tag(machine):
 
 def test_the_check_runs_locked_down(machine):
     machine.build()
-    words = machine.fakes.calls("docker")[2].split()
+    words = machine.fakes.calls("docker")[3].split()
     assert {"--rm", "--network=none", "--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges"} <= set(words)
     assert f"--env=HORIZON_SOURCE={'f' * 64}" in words
     assert words[words.index(IMAGE) :] == [IMAGE, "python3", "-m", "qualify", "run", "--tier", "cpu"]
 
 
+def tiers(machine) -> list[str]:
+    """That each check so far was of."""
+    return [call.split()[-1] for call in machine.fakes.calls("docker") if call.startswith("docker run ")]
+
+
+def another(machine, last: str = "sha256:other", engine: str = "sha256:engine") -> None:
+    """The next build makes another image."""
+    machine.set("inspect", json.dumps([{"Size": 1, "RootFS": {"Layers": ["sha256:base", engine, last]}}]))
+    client = machine.fakes.folder / "docker"
+    client.write_text(client.read_text().replace(IMAGE, f"sha256:{'2' * 64}"))
+
+
+def test_layers_that_passed_below_another_artifact_are_not_checked_again(machine, capsys):
+    machine.build()
+    another(machine)
+    machine.build("other")
+    assert tiers(machine) == ["cpu", "artifact"]
+    assert f"have passed the CPU tier, in {IMAGE}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("change", ["same-image", "layers", "checks", "failed"])
+def test_everything_else_is_checked_whole(machine, tmp_path, change):
+    machine.set("run-exit", "1" if change == "failed" else "0")
+    machine.build()
+    machine.set("run-exit", "0")
+    if change != "same-image":
+        another(machine, engine="sha256:patched" if change == "layers" else "sha256:engine")
+    if change == "checks":
+        (tmp_path / "context/artifact/qualify/check.py").write_text("")
+    machine.build()
+    assert tiers(machine) == ["cpu", "cpu"]
+
+
+def test_an_image_whose_own_layer_failed_vouches_for_nothing_and_is_not_tagged(machine):
+    machine.build()
+    another(machine)
+    machine.set("run-exit", "1")
+    assert machine.build("other") == 1
+    assert tiers(machine) == ["cpu", "artifact"]
+    assert machine.tagged() == IMAGE
+
+
 def test_the_container_of_the_check_is_removed_even_when_the_client_is_killed(machine):
     machine.build()
-    run, rm = machine.fakes.calls("docker")[2:4]
+    run, rm = machine.fakes.calls("docker")[3:5]
     name = next(word for word in run.split() if word.startswith("--name=")).removeprefix("--name=")
     assert rm == f"docker rm --force {name}"
 
